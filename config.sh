@@ -1,0 +1,68 @@
+# Settings of every stage. The environment wins over the profile, the profile over the values here:
+#   PROFILE=h200 MAX_MODEL_LEN=16384 bash 02_serve_vllm.sh
+# Sourced by common.sh; it computes nothing. `bash 00_env_check.sh --settings` prints what is in force.
+# shellcheck shell=bash disable=SC2034
+
+: "${PROFILE=l4x2-qwen3-coder}" # a file of profiles/ without .sh, or the path of one
+if [[ $PROFILE == */* ]]; then PROFILE_FILE=$PROFILE; else PROFILE_FILE=$ROOT/profiles/$PROFILE.sh; fi
+if [[ ! -r $PROFILE_FILE ]]; then
+	echo "config.sh: PROFILE=$PROFILE: no file $PROFILE_FILE; there are: $(cd "$ROOT/profiles" && printf '%s ' *.sh)" >&2
+	exit 2
+fi
+# shellcheck source=profiles/cpu-smollm2.sh
+source "$PROFILE_FILE"
+
+# Where things lie
+: "${DATA_DIR=data}"       # raw data: calib/, traj/
+: "${RESULTS_DIR=results}" # derived: calib/, trials.csv, eval/
+: "${ORACLE_DIR=tasks}"    # oracle_ok.txt, oracle_times.csv
+
+# The server
+: "${SERVER_KIND=vllm}"                            # vllm, llamacpp, or openai (a server that you start yourself)
+: "${SERVER_VENV=.venv}"                           # virtual environment that the server runs in
+: "${MODEL=Qwen/Qwen3-Coder-30B-A3B-Instruct-FP8}" # hub name or folder; a GGUF file for llamacpp (empty: the packaged SmolLM2)
+: "${SERVED_MODEL=${MODEL##*/}}"                   # name that clients use
+: "${MAX_MODEL_LEN=32768}"                         # context, tokens
+: "${TENSOR_PARALLEL=1}"                           # GPUs that share the model
+: "${GPU_MEMORY_UTILIZATION=0.90}"                 # fraction of GPU memory for weights and KV cache
+: "${LOAD_FORMAT=auto}"                            # vLLM's --load-format
+: "${VLLM_ARGS=}"                                  # more arguments, split at spaces
+: "${SERVER_THREADS=$(nproc)}"                     # llama.cpp: threads for prefill and decode
+: "${SERVER_SLOTS=2}"                              # llama.cpp: slots of MAX_MODEL_LEN tokens each (one would lose the chat's prefix at a summary)
+: "${SERVER_HOST=127.0.0.1}"                       # address that the server binds; agents that run inside containers need 0.0.0.0
+: "${PORT=8000}"                                   # server
+: "${PROXY_PORT=8001}"                             # logging proxy
+: "${SERVER_READY_S=1200}"                         # s until the server must answer (first start: weights, kernels)
+
+# The sampler
+: "${SAMPLER_HZ=10}"                    # rows per second
+: "${GPUS=auto}"                        # auto: CUDA_VISIBLE_DEVICES or all; none; or a list such as 0,1
+: "${POWERCAP_DIR=/sys/class/powercap}" # RAPL counters
+: "${CPU_MODEL_W=}"                     # IDLE:BUSY watts per logical CPU, for machines without RAPL; labelled estimated; empty: none
+
+# Calibration
+: "${IDLE_S=300}"                                # s of each idle baseline
+: "${CALIB_CONTEXTS=1024,4096,8192,16384,30000}" # prompt lengths, tokens
+: "${CALIB_OUTPUTS=64,192,512}"                  # output lengths, tokens
+: "${CALIB_REPS=5}"                              # repetitions; each prompt is sent twice: miss, then hit
+: "${CALIB_QUIET_S=0.5}"                         # s between calls: at least 3 counter steps
+: "${CALIB_TRANSPORT=chat}"                      # chat: as the agent does, through the proxy; completions: token ids, streamed
+: "${APPEND_CACHED=4096,16384,28672}"            # append cells validate the call model; empty: none
+: "${APPEND_UNCACHED=64,256,1024,2048}"
+: "${APPEND_OUTPUTS=64,256}"
+
+# Trajectories
+: "${MODE=live}"             # live: the served model acts; replay: the proxy answers from tasks/recordings
+: "${ENVIRONMENT=auto}"      # docker, local_env (Linux namespaces), auto: docker when an engine answers
+: "${TASKS_DIR=tasks/local}" # where a bare task name is looked up
+: "${RECORDINGS_DIR=tasks/recordings}"
+: "${TEMPERATURE=}"           # empty: the model's default
+: "${MAX_TURNS=}"             # empty: no limit but the task's time
+: "${MAX_OUTPUT_TOKENS=4096}" # per call; a runaway reply ends here
+: "${RESPONSE_SCHEMA=}"       # JSON schema file that replies must follow (small models need it)
+: "${AGENT_TIMEOUT_S=}"       # empty: the task's own
+: "${LLM_TIMEOUT_S=3600}"     # s that the agent waits for one call
+: "${TRIAL_DEADLINE_S=7200}"  # s for one whole trial; beyond it the trial counts as infrastructure failure
+: "${BATCH_SEED=1}"           # order of a batch: repetitions interleaved, shuffled within
+: "${MAX_INFRA_FAILURES=3}"   # a batch stops after so many in a row
+: "${MIN_FREE_MB=2000}"       # a trial does not start with less disk than this
