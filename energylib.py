@@ -1,0 +1,647 @@
+"""Energy between two timestamps from cumulative counters; the only file that knows what a counter is.
+
+    from energylib import read_samples
+    samples = read_samples("data/calib/samples.csv")
+    energy = samples.energy(t0, t1, calls=calls, idle_w={"gpu0": 124.9})
+    energy.joules["gpu0"], energy.err["gpu0"], energy.method["gpu0"], energy.covered
+
+As a program it prints what a file holds, and the energy of the whole of it or of one interval:
+
+    python3 energylib.py data/calib/samples.csv
+    python3 energylib.py data/calib/samples.csv --from 1796041954.885 --to 1796041957.287
+
+Counters are cumulative and step. A step table (time of the step, joules up to it) is made of every counter: unwrapped
+(RAPL: one range per backward step), resets and glitches found, duplicate and out-of-order rows removed. Energy is the
+difference of one cumulative function E(t) at the two ends, so that the parts of an interval add up to the whole to rounding.
+
+Inside a step E(t) is one of
+  phase   the step straddles the edge of a model call: time without a call takes idle power x its duration, the remainder goes
+          to the calls (in proportion to their power where several share the step). Needs `calls` and `idle_w`.
+  edges   the time of every step is known, energy is spread evenly inside it
+  linear  the time of the steps is not known (only between which two rows they lie); spread evenly between the middles
+A step whose remainder would be negative falls back to an even spread. Even spreading smears (P - P_idle) x period / 3 per call,
+on average; that bias is part of `err`.
+
+What is not known is NaN, never 0: time before the first and after the last step (but for one and a half periods, which take
+the power next to them), a counter reset, a backward RAPL step without a known range, an impossible jump.
+"""
+
+import csv
+import gzip
+import hashlib
+import io
+import json
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+# A package or a GPU never exceeds these on average over a step; a counter that says so jumped. Limits in the sidecar replace them.
+MAX_POWER_W = {"gpu": 10_000.0, "cpu": 2_000.0, "dram": 1_000.0}
+READ_EDGE_SD_S = {"rapl": 0.0005, "model": 0.003}  # RAPL updates about every millisecond; /proc/stat counts in 10 ms ticks
+GAP_TICKS = 5  # rows further apart than this many ticks do not cover the time between them
+CLOCK_STEP_S = 0.05  # t - mono moves by less than this while no one sets the clock
+UNIT_J = {"_mj": 1e-3, "_est_uj": 1e-6, "_uj": 1e-6}
+COUNTER = re.compile(r"^(gpu\d+|cpu\d+|dram\d+)(_mj|_est_uj|_uj)$")
+
+
+class DataError(ValueError):
+    """Bad input: the message names the file, the line or column, what was found, what was expected."""
+
+
+def group(domain):
+    """'gpu', 'cpu' or 'dram' for a domain such as 'gpu0'."""
+    return domain.rstrip("0123456789")
+
+
+def sha256(path):
+    """Hex SHA-256 of a file's bytes."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as f:
+        for block in iter(lambda: f.read(1 << 20), b""):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def write_json_atomic(path, obj):
+    """Write `obj` as JSON through a temporary file and a rename, so that the file is there whole or not at all.
+
+    Raises ValueError for NaN and Infinity, which JSON does not have (use None)."""
+    text = json.dumps(obj, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
+    tmp = f"{path}.tmp{os.getpid()}"
+    try:
+        with open(tmp, "w", encoding="utf-8", newline="\n") as f:
+            f.write(text)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(tmp, path)
+    except BaseException:
+        if os.path.exists(tmp):
+            os.unlink(tmp)
+        raise
+
+
+def _open(path):
+    return gzip.open(path, "rb") if str(path).endswith(".gz") else open(path, "rb")
+
+
+def read_jsonl(path):
+    """The objects of a JSON-lines file. A torn last line (no newline, not JSON) is skipped; any other bad line is a DataError."""
+    with _open(path) as f:
+        data = f.read()
+    if data.startswith(b"\xef\xbb\xbf"):
+        data = data[3:]
+    lines = data.split(b"\n")
+    out = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as e:  # UnicodeDecodeError is one too
+            if number == len(lines):  # no newline behind it: the writer died in the middle of it
+                break
+            raise DataError(f"{path}: line {number}: not JSON ({e}); mend or delete the line") from None
+        if not isinstance(row, dict):
+            raise DataError(f"{path}: line {number}: found {type(row).__name__}, expected a JSON object")
+        out.append(row)
+    return out
+
+
+def _read_columns(path, wanted):
+    """{column: float array} of a CSV, NaN for empty cells; `wanted(name)` says which columns. Second value: flags."""
+    with _open(path) as f:
+        data = f.read()
+    if data.startswith(b"\xef\xbb\xbf"):
+        data = data[3:]
+    flags = []
+    if not data.endswith(b"\n"):  # the writer died inside a line: its last number may be cut
+        data, _, _ = data.rpartition(b"\n")
+        flags.append("torn_last_line")
+    rows = csv.reader(io.StringIO(data.decode("utf-8", "replace"), newline=""))
+    header = [name.strip() for name in next(rows, [])]
+    columns = {name: [] for name in header if wanted(name)}
+    picks = [(header.index(name), values) for name, values in columns.items()]
+    for number, row in enumerate(rows, 2):
+        if not row:
+            continue
+        if len(row) != len(header):
+            raise DataError(f"{path}: line {number}: found {len(row)} cells, expected {len(header)} as in the header")
+        for i, values in picks:
+            try:
+                values.append(float(row[i]) if row[i].strip() else np.nan)
+            except ValueError:
+                raise DataError(f"{path}: line {number}, column {header[i]}: found {row[i]!r}, expected a number or nothing") from None
+    return {name: np.array(values, float) for name, values in columns.items()}, flags
+
+
+@dataclass
+class Steps:
+    """A counter as steps: at mono time `t[i]` (1 sd `sd[i]`) it had counted `j[i]` joules; `bad[i]` marks an unknown step i -> i+1."""
+
+    t: np.ndarray
+    j: np.ndarray
+    sd: np.ndarray
+    bad: np.ndarray
+    method: str
+
+
+@dataclass
+class Energy:
+    """Joules per domain and interval. `err`: one standard deviation of the random part (counter steps); gain errors are not in it."""
+
+    joules: dict
+    err: dict
+    method: dict
+    covered: np.ndarray
+
+    def total(self, domains):
+        """Sum over `domains` and its uncertainty; NaN where one of them is not known."""
+        return sum(self.joules[d] for d in domains), np.sqrt(sum(self.err[d] ** 2 for d in domains))
+
+
+@dataclass
+class Samples:
+    """A samples.csv in memory. Times `t` (Unix) and `mono` per row, seconds; `domains`, `source` and `scope` per domain."""
+
+    t: np.ndarray
+    mono: np.ndarray
+    columns: dict
+    meta: dict
+    flags: list
+    path: str = ""
+    domains: list = field(default_factory=list)
+    source: dict = field(default_factory=dict)
+    scope: dict = field(default_factory=dict)
+    _steps: dict = field(default_factory=dict)
+
+    @property
+    def t_begin(self):
+        return float(self.t[0])
+
+    @property
+    def t_end(self):
+        return float(self.t[-1])
+
+    @property
+    def tick_s(self):
+        """Period of the rows: median distance."""
+        return float(np.median(np.diff(self.mono))) if len(self.mono) > 1 else np.nan
+
+    @property
+    def total_domains(self):
+        """Domains that may be summed: a GPU counter that covers its whole module (GH200) already holds CPU and memory."""
+        if any(scope == "module" for scope in self.scope.values()):
+            return [d for d in self.domains if group(d) == "gpu"]
+        return list(self.domains)
+
+    def to_mono(self, t):
+        """Unix seconds -> this file's monotonic clock, through its own (t, mono) pairs. After a backward clock step an ambiguous
+        time takes the earlier meaning."""
+        t = np.asarray(t, float)
+        offset = self.t - self.mono
+        cuts = np.flatnonzero(np.abs(np.diff(offset)) > CLOCK_STEP_S) + 1
+        out = None
+        for a, b in reversed(list(zip(np.r_[0, cuts], np.r_[cuts, len(offset)], strict=True))):
+            part = t - np.median(offset[a:b])
+            if np.ptp(offset[a:b]) > 2e-3:  # a drifting pair of clocks: follow it row by row
+                part = np.interp(t, self.t[a:b], self.mono[a:b])
+                part = np.where(t < self.t[a], t - offset[a], np.where(t > self.t[b - 1], t - offset[b - 1], part))
+            out = part if out is None else np.where(t <= self.t[b - 1], part, out)
+        return out
+
+    def to_unix(self, mono):
+        """This file's monotonic clock -> Unix seconds."""
+        mono = np.asarray(mono, float)
+        offset = self.t - self.mono
+        if np.ptp(offset) <= 2e-3:
+            return mono + np.median(offset)
+        row = np.clip(np.searchsorted(self.mono, mono, "right") - 1, 0, len(offset) - 1)
+        return mono + offset[row]
+
+    def steps(self, domain):
+        """The counter's step table (Steps); made once per domain. KeyError for a domain the file does not have."""
+        if domain not in self._steps:
+            self._steps[domain] = _make_steps(self, domain)
+        return self._steps[domain]
+
+    def whole_steps(self, domain, t0, t1, clock="unix"):
+        """(k, 3): time of the last step at or before t0, of the first at or after t1, joules between them; NaN where not known."""
+        t0, t1 = _pair(t0, t1)
+        if clock == "unix":
+            t0, t1 = self.to_mono(t0), self.to_mono(t1)
+        s = self.steps(domain)
+        out = np.full((len(t0), 3), np.nan)
+        if len(s.t) < 2:
+            return out
+        with np.errstate(invalid="ignore"):
+            i = np.searchsorted(s.t, t0, "right") - 1
+            j = np.searchsorted(s.t, t1, "left")
+            ok = (i >= 0) & (j < len(s.t)) & (t1 >= t0)
+        bad = np.r_[0, np.cumsum(s.bad)]
+        i, j = np.clip(i, 0, len(s.t) - 1), np.clip(j, 0, len(s.t) - 1)
+        ok &= bad[j] == bad[i]
+        edges = self.to_unix(np.c_[s.t[i], s.t[j]]) if clock == "unix" else np.c_[s.t[i], s.t[j]]
+        out[ok, :2] = edges[ok]
+        out[ok, 2] = (s.j[j] - s.j[i])[ok]
+        return out
+
+    def energy(self, t0, t1, calls=None, idle_w=None, call_power_w=None, clock="unix"):
+        """Energy of every domain in the intervals [t0, t1] (seconds, Unix or `clock="mono"`).
+
+        `calls` (m, 2): start and end of *all* model calls of the file's time, same clock; `idle_w` {domain: W}; `call_power_w` (m,)
+        or {domain: (m,)}: relative power of the calls. With calls and idle_w the phase-aware form is used.
+        The parts of an interval add up to it for the same calls, idle_w and call_power_w."""
+        t0, t1 = _pair(t0, t1)
+        order = None
+        if calls is not None:
+            calls = np.asarray(calls, float).reshape(-1, 2)
+            keep = np.isfinite(calls).all(axis=1) & (calls[:, 1] > calls[:, 0])
+            calls, order = calls[keep], keep
+        if clock == "unix":
+            t0, t1 = self.to_mono(t0), self.to_mono(t1)
+            calls = None if calls is None else self.to_mono(calls)
+        elif clock != "mono":
+            raise ValueError(f"clock: found {clock!r}, expected 'unix' or 'mono'")
+        joules, err, method = {}, {}, {}
+        for domain in self.domains:
+            power = call_power_w.get(domain) if isinstance(call_power_w, dict) else call_power_w
+            if power is not None and order is not None:
+                power = np.asarray(power, float)[order]
+            idle = (idle_w or {}).get(domain)
+            joules[domain], err[domain], method[domain] = _energy(self.steps(domain), t0, t1, calls, idle, power)
+        return Energy(joules, err, method, self._covered(t0, t1))
+
+    def _covered(self, t0, t1):
+        gap = np.diff(self.mono)
+        good = np.r_[0.0, np.cumsum(np.where(gap < GAP_TICKS * self.tick_s, gap, 0.0))] if len(gap) else np.zeros(1)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            seen = np.interp(t1, self.mono, good) - np.interp(t0, self.mono, good)
+            # a point is covered when the gap it lies in is short: half a microsecond around it says so
+            point = np.interp(t1 + 5e-7, self.mono, good) - np.interp(t0 - 5e-7, self.mono, good) > 2.5e-7
+            return np.where(t1 > t0, np.clip(seen / (t1 - t0), 0.0, 1.0), np.where(t1 == t0, point.astype(float), np.nan))
+
+
+def _pair(t0, t1):
+    t0, t1 = np.broadcast_arrays(np.atleast_1d(np.asarray(t0, float)), np.atleast_1d(np.asarray(t1, float)))
+    if t0.ndim != 1:
+        raise ValueError(f"t0, t1: found shape {t0.shape}, expected (k,)")
+    return t0, t1
+
+
+def read_samples(path, meta=None):
+    """Read a samples.csv (also .gz) and its sidecar (`meta`: path; default NAME.meta.json beside it; may be missing).
+
+    Takes BOM, CRLF, a torn last line, missing cells, duplicate and out-of-order rows; what it mended is in `.flags`.
+    Raises DataError when there is no usable row or column, OSError when the file cannot be read."""
+    path = Path(path)
+    columns, flags = _read_columns(path, lambda name: name in ("t", "mono") or _known(name))
+    if "t" not in columns:
+        raise DataError(f"{path}: line 1: found no column t, expected a header 't,mono,...' as sampler.py writes it")
+    t = columns.pop("t")
+    mono = columns.pop("mono", t)
+    ok = np.isfinite(t) & np.isfinite(mono)
+    if not ok.any():
+        raise DataError(f"{path}: found no row, expected at least one; the sampler died before its first reading (see its log)")
+    if not ok.all():
+        flags.append("rows_without_time")
+    if np.any(np.diff(mono[ok]) < -60) and np.all(np.diff(t[ok]) > -60):
+        mono = t  # the host was restarted inside the file: its monotonic clock began anew
+        flags.append("mono_restarted")
+    if np.any(np.diff(mono[ok]) < 0):
+        flags.append("rows_out_of_order")
+    order = np.flatnonzero(ok)
+    order = order[np.argsort(mono[ok], kind="stable")]
+    first = np.r_[True, np.diff(mono[order]) > 0]
+    if not first.all():
+        flags.append("duplicate_rows")
+    order = order[first]
+    if len(order) < len(t) or np.any(np.diff(order) != 1):
+        t, mono = t[order], mono[order]
+        columns = {name: values[order] for name, values in columns.items()}
+    if np.any(np.abs(np.diff(t - mono)) > CLOCK_STEP_S):
+        flags.append("clock_step")
+    samples = Samples(t, mono, columns, _read_meta(path, meta, flags), flags, str(path))
+    counters = samples.meta.get("counters") or {}
+    for name in columns:
+        match = COUNTER.match(name)
+        domain = match.group(1) if match else name[:-2]
+        if match or (name.endswith("_w") and f"{domain}_mj" not in columns):
+            default = {"_mj": "nvml", "_uj": "rapl", "_est_uj": "model"}[match.group(2)] if match else "nvml-power"
+            info = counters.get(name) or {}
+            samples.domains.append(domain)
+            samples.source[domain] = info.get("source") or default
+            samples.scope[domain] = info.get("scope") or {"gpu": "gpu", "cpu": "package", "dram": "dram"}[group(domain)]
+    if not samples.domains:
+        raise DataError(f"{path}: line 1: found no counter column, expected at least one of gpu<i>_mj, cpu<k>_uj, cpu<k>_est_uj")
+    if np.any(np.diff(mono) > GAP_TICKS * samples.tick_s):
+        flags.append("gaps")
+    return samples
+
+
+def _known(name):
+    return bool(COUNTER.match(name) or re.match(r"^gpu\d+_(edge|edge_err|w)$", name))
+
+
+def _read_meta(path, meta, flags):
+    if meta is None:
+        name = path.name.removesuffix(".gz").removesuffix(".csv")
+        meta = path.with_name(f"{name}.meta.json")
+        if not meta.exists():
+            flags.append("no_sidecar")
+            return {}
+    try:
+        with open(meta, encoding="utf-8-sig") as f:
+            found = json.load(f)
+    except ValueError as e:
+        raise DataError(f"{meta}: not JSON ({e}); delete it to go on without limits and ranges") from None
+    if not isinstance(found, dict):
+        raise DataError(f"{meta}: found {type(found).__name__}, expected an object")
+    return found
+
+
+def _flag(samples, text):
+    if text not in samples.flags:
+        samples.flags.append(text)
+
+
+def _make_steps(samples, domain):
+    """Step table of one domain; sets flags such as 'cpu0:wrap_ambiguous' on the samples."""
+    source = samples.source[domain]
+    suffix = next((s for s in UNIT_J if domain + s in samples.columns), None)
+    info = (samples.meta.get("counters") or {}).get(domain + (suffix or "_w")) or {}
+    if suffix is None:
+        return _integrate_power(samples, domain)
+    raw = samples.columns[domain + suffix]
+    rows = np.flatnonzero(np.isfinite(raw))
+    if len(rows) < len(raw):
+        _flag(samples, f"{domain}:missing_cells")
+    value, mono = raw[rows] * UNIT_J[suffix], samples.mono[rows]
+    limit = 3 * info["power_limit_w"] if info.get("power_limit_w") else MAX_POWER_W[group(domain)]
+    span = info.get("max_range_uj")
+    span = span * 1e-6 if span and source == "rapl" else None
+    rise, bad, keep = _unwrap(samples, domain, value, mono, limit, span)
+    total = np.cumsum(np.where(keep, rise, 0.0))
+    if source == "model":
+        point = keep
+    else:  # a value read again is no new step, and a counter that stands still has not counted zero joules
+        point = keep & ((rise > 0) | bad)
+    if not keep.any():
+        return Steps(np.empty(0), np.empty(0), np.empty(0), np.empty(0, bool), "edges")
+    edge = samples.columns.get(f"{domain}_edge")
+    if source in READ_EDGE_SD_S:
+        point[np.argmax(keep)] = True
+        t, sd, method = mono.copy(), np.full(len(mono), READ_EDGE_SD_S[source]), "edges"
+    else:
+        before = np.r_[np.nan, mono[:-1]]
+        t, sd = (before + mono) / 2, (mono - before) / 2
+        known = np.zeros(len(t), bool)
+        if edge is not None:
+            # relative to the row's own time: then neither a clock step nor its repair moves it. A file whose edges kept the
+            # clock of its first row is read that way when the row's own clock would place them elsewhere.
+            own = mono - (samples.t[rows] - edge[rows])
+            base = edge[rows] - (samples.t[0] - samples.mono[0])
+            edge = np.where(np.abs(mono - own) > np.abs(mono - base) + 0.5, base, own)
+            known = np.isfinite(edge) & (edge <= mono + 0.05)
+            t = np.where(known, edge, t)
+            half = samples.columns.get(f"{domain}_edge_err")
+            half = np.full(len(t), np.nan) if half is None else half[rows]
+            sd = np.where(known, np.where(np.isfinite(half), half, 0.5 * samples.tick_s), sd)
+        first = np.argmax(keep)
+        point[first] = known[first]
+        sd = sd / np.sqrt(3)  # half-width of an even distribution -> standard deviation
+        method = "edges" if point.any() and known[point].mean() > 0.5 else "linear"
+    i = np.flatnonzero(point)
+    t, j, sd = t[i], total[i], sd[i]
+    t = np.maximum.accumulate(t) if len(t) else t
+    lost = np.r_[0, np.cumsum(bad)][i + 1] if len(i) else np.empty(0)
+    last = np.r_[np.diff(t) > 0, True] if len(t) else np.empty(0, bool)  # of several steps at one time the last holds them all
+    t, j, sd, lost = t[last], j[last], sd[last], lost[last]
+    steps = Steps(t, j, sd, np.diff(lost) > 0, method)
+    _check_still(samples, domain, steps, mono[keep])
+    return steps
+
+
+def _unwrap(samples, domain, value, mono, limit_w, span):
+    """Rise from kept row to kept row (joules), rows whose rise is unknown, rows kept. `span`: RAPL range in joules or None."""
+    n = len(value)
+    keep, bad = np.ones(n, bool), np.zeros(n, bool)
+    rise = np.r_[0.0, np.diff(value)]
+    dt = np.r_[0.0, np.diff(mono)]
+    slack = 0.25 * limit_w  # a value may belong to a step up to 0.2 s older than its row
+
+    def fits(a, b, extra=0.0):
+        return 0 <= value[b] - value[a] + extra <= limit_w * (mono[b] - mono[a]) + slack
+
+    if span is not None and np.any(dt * limit_w / 3 > span):
+        _flag(samples, f"{domain}:wrap_ambiguous")
+    for r in np.flatnonzero((rise < 0) | (rise > limit_w * dt + slack)):
+        if not keep[r]:
+            continue
+        before = np.flatnonzero(keep[max(0, r - 50) : r]) + max(0, r - 50)
+        if not len(before):
+            continue
+        p = before[-1]
+        if fits(p, r):
+            rise[r] = value[r] - value[p]
+            continue
+        if value[r] < value[p] and span is not None and fits(p, r, span):
+            rise[r] = value[r] - value[p] + span
+            _flag(samples, f"{domain}:wrapped")
+            continue
+        back = next((q for q in range(r + 1, min(r + 6, n)) if fits(p, q)), None)
+        if back is not None:  # a few wrong values, then the counter is where it should be
+            keep[r:back] = False
+            rise[back] = value[back] - value[p]
+            _flag(samples, f"{domain}:counter_glitch")
+        elif len(before) > 1 and fits(before[-2], r):
+            keep[p] = False
+            rise[r] = value[r] - value[before[-2]]
+            _flag(samples, f"{domain}:counter_glitch")
+        else:
+            rise[r], bad[r] = 0.0, True
+            why = "counter_jump" if value[r] > value[p] else "counter_reset"
+            if why == "counter_reset" and samples.source[domain] == "rapl":
+                why = "wrap_unknown_range" if span is None else "counter_reset"
+            _flag(samples, f"{domain}:{why}")
+    return rise, bad, keep
+
+
+def _check_still(samples, domain, steps, mono):
+    """A counter that stands still is flagged; where its own power reading says that energy flowed uncounted, it is unknown."""
+    if samples.source[domain] == "model":
+        return
+    long = 2.0 if len(steps.t) < 3 else max(2.0, 10 * float(np.median(np.diff(steps.t))))
+    gap = np.flatnonzero(np.diff(steps.t) > long)
+    end = steps.t[-1] if len(steps.t) else mono[0]
+    if len(mono) and mono[-1] - end > long:
+        _flag(samples, f"{domain}:counter_stuck")
+    power = samples.columns.get(f"{domain}_w")
+    for g in gap:
+        a, b = np.searchsorted(samples.mono, [steps.t[g], steps.t[g + 1]])
+        inside = (mono > steps.t[g]) & (mono < steps.t[g + 1])
+        if inside.sum() < 3:
+            continue  # no rows: a gap of the sampler, not of the counter
+        _flag(samples, f"{domain}:counter_stuck")
+        watts = power[a:b][np.isfinite(power[a:b])] if power is not None else np.empty(0)
+        if len(watts) and watts.mean() * (steps.t[g + 1] - steps.t[g]) > 2 * (steps.j[g + 1] - steps.j[g]):
+            steps.bad[g] = True
+
+
+def _integrate_power(samples, domain):
+    """nvml-power: no energy counter, power readings integrated (trapezoids between rows)."""
+    raw = samples.columns[f"{domain}_w"]
+    ok = np.isfinite(raw)
+    if not ok.all():
+        _flag(samples, f"{domain}:missing_cells")
+    t, w = samples.mono[ok], raw[ok]
+    if not len(t):
+        return Steps(np.empty(0), np.empty(0), np.empty(0), np.empty(0, bool), "linear")
+    joules = np.r_[0.0, np.cumsum((w[1:] + w[:-1]) / 2 * np.diff(t))]
+    # the reading is an average over up to a second (Ampere and later), refreshed about every 0.1 s: its time is not known better
+    return Steps(t, joules, np.full(len(t), 0.1), np.zeros(max(0, len(t) - 1), bool), "linear")
+
+
+def _energy(s, t0, t1, calls, idle, call_power):
+    """Joules and standard deviation of [t0, t1] (mono) from one step table, and the method used."""
+    phase = calls is not None and idle is not None and s.method == "edges"
+    method = "phase" if phase else s.method
+    if len(s.t) < 2:
+        return np.full(len(t0), np.nan), np.full(len(t0), np.nan), method
+    profile = _profile(s, calls, idle, call_power) if phase else None
+    e0, sd0, i0 = _at(s, t0, profile, True)
+    e1, sd1, i1 = _at(s, t1, profile, False)
+    bad = np.r_[0, np.cumsum(s.bad)]
+    unknown = (bad[np.maximum(i1 + 1, i0)] - bad[i0]) > 0
+    with np.errstate(invalid="ignore"):
+        unknown |= ~(t1 >= t0)
+    joules, sd = e1 - e0, np.hypot(sd0, sd1)
+    return np.where(unknown, np.nan, joules), np.where(unknown | np.isnan(joules), np.nan, sd), method
+
+
+@dataclass
+class _Profile:
+    """Slices of the steps that a call's edge cuts: begin, joules at the begin, watts; `step` sorted step numbers that are cut."""
+
+    step: np.ndarray
+    even: np.ndarray
+    begin: np.ndarray
+    owner: np.ndarray
+    joules: np.ndarray
+    watts: np.ndarray
+
+
+def _profile(s, calls, idle, call_power):
+    edge = np.sort(calls.ravel())
+    i = np.searchsorted(s.t, edge, "right") - 1
+    inside = (i >= 0) & (i < len(s.t) - 1)
+    inside[inside] &= s.t[i[inside]] < edge[inside]
+    cut, edge = np.unique(i[inside]), edge[inside]
+    begin = np.r_[s.t[cut], edge]
+    owner = np.r_[cut, i[inside]]
+    order = np.lexsort((begin, owner))
+    begin, owner = begin[order], owner[order]
+    if not len(begin):
+        return _Profile(cut, np.empty(0, bool), begin, owner, begin, begin)
+    last = np.r_[owner[1:] != owner[:-1], True]
+    end = np.where(last, s.t[owner + 1], np.r_[begin[1:], 0.0])
+    length, middle = end - begin, (begin + end) / 2
+    weight = np.ones(len(calls)) if call_power is None else np.asarray(call_power, float)
+    by_start, by_end = np.argsort(calls[:, 0]), np.argsort(calls[:, 1])
+    a = np.searchsorted(calls[by_start, 0], middle, "right")
+    b = np.searchsorted(calls[by_end, 1], middle, "right")
+    busy = a > b
+    if call_power is None:
+        weight_in = busy.astype(float)
+    else:
+        weight_in = np.r_[0, np.cumsum(weight[by_start])][a] - np.r_[0, np.cumsum(weight[by_end])][b]
+        weight_in = np.where(busy, np.maximum(weight_in, 0.0), 0.0)
+    slot = np.searchsorted(cut, owner)
+    rest_s = np.bincount(slot, np.where(busy, 0.0, length), len(cut))
+    work = np.bincount(slot, weight_in * length, len(cut))
+    joules = s.j[cut + 1] - s.j[cut]
+    remainder = joules - idle * rest_s
+    # no call time at all, or less energy than idle power alone would take: spread evenly
+    even = (work <= 0) | (remainder < 0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        per_weight = np.where(even, 0.0, remainder / np.where(work > 0, work, 1.0))
+        watts = np.where(even[slot], (joules / (s.t[cut + 1] - s.t[cut]))[slot], np.where(busy, per_weight[slot] * weight_in, idle))
+    # a step wholly inside calls has no rest: its idle watts are never used, its remainder is all of it
+    spent = watts * length
+    total = np.cumsum(spent)
+    start = np.r_[0.0, total[:-1]]
+    first = np.r_[True, owner[1:] != owner[:-1]]
+    base = start[first][slot]
+    return _Profile(cut, even, begin, owner, s.j[owner] + (start - base), watts)
+
+
+def _at(s, t, profile, is_begin):
+    """E(t), its standard deviation, and the step that counts as touched (`is_begin`: of an interval's begin or its end)."""
+    n = len(s.t)
+    width = np.diff(s.t)
+    watts = np.diff(s.j) / width
+    with np.errstate(invalid="ignore"):
+        i = np.clip(np.searchsorted(s.t, t, "right") - 1, 0, n - 2)
+        touched = i if is_begin else np.clip(np.searchsorted(s.t, t, "left") - 1, 0, n - 2)
+        f = (t - s.t[i]) / width[i]
+        joules = s.j[i] + watts[i] * (t - s.t[i])
+        joules = np.where(t == s.t[-1], s.j[-1], joules)
+        outside = np.maximum(np.maximum(s.t[0] - t, t - s.t[-1]), 0.0)
+        reach = 1.5 * np.median(width)
+        joules = np.where(outside > reach, np.nan, joules)
+        edge_w = watts[i]
+        left, right = watts[np.maximum(i - 1, 0)], watts[np.minimum(i + 1, n - 2)]
+        smear = f * (1 - f) * width[i] * np.abs(right - left)
+        if profile is not None:
+            long = width[i] > GAP_TICKS * np.median(width)
+            smear = np.where(long, smear, 0.0)
+            if len(profile.step):
+                slot = np.clip(np.searchsorted(profile.step, i), 0, len(profile.step) - 1)
+                is_cut = (profile.step[slot] == i) & (outside == 0)
+                k = np.clip(np.searchsorted(profile.begin, t, "right") - 1, 0, len(profile.begin) - 1)
+                is_cut &= profile.owner[k] == i
+                joules = np.where(is_cut, profile.joules[k] + profile.watts[k] * (t - profile.begin[k]), joules)
+                # at a call's very edge the error is that of the idle side: moving the counter step moves only idle energy
+                previous = np.maximum(k - 1, 0)
+                at_edge = is_cut & (t - profile.begin[k] < 1e-6) & (profile.owner[previous] == i)
+                here = np.where(at_edge, np.minimum(profile.watts[k], profile.watts[previous]), profile.watts[k])
+                edge_w = np.where(is_cut, here, edge_w)
+                uneven = f * (1 - f) * width[i] * np.abs(right - left)
+                smear = np.where(is_cut & profile.even[slot], uneven, smear)
+        f = np.clip(f, 0, 1)
+        sd = np.hypot(np.hypot((1 - f) * s.sd[i], f * s.sd[i + 1]) * edge_w, np.maximum(smear, 0.0))
+        sd = np.hypot(sd, 0.5 * outside * np.abs(watts[i]))  # the power beyond the last step is a guess
+    return joules, sd, touched
+
+
+def main(argv=None):
+    import argparse
+    import sys
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("samples", help="samples.csv as sampler.py writes it")
+    parser.add_argument("--from", dest="t0", type=float, help="begin, Unix seconds (default: first row)")
+    parser.add_argument("--to", dest="t1", type=float, help="end, Unix seconds (default: last row)")
+    args = parser.parse_args(argv)
+    try:
+        samples = read_samples(args.samples)
+    except (DataError, OSError) as e:
+        print(f"energylib.py: {e}", file=sys.stderr)
+        return 2
+    t0 = samples.t_begin if args.t0 is None else args.t0
+    t1 = samples.t_end if args.t1 is None else args.t1
+    energy = samples.energy([t0], [t1])
+    print(f"{args.samples}: {len(samples.t)} rows, tick {samples.tick_s:.3f} s, {t1 - t0:.3f} s, covered {energy.covered[0]:.3f}")
+    for domain in samples.domains:
+        joules, err = energy.joules[domain][0], energy.err[domain][0]
+        text = "unknown" if np.isnan(joules) else f"{joules:.3f} J +- {err:.3f}, {joules / (t1 - t0) if t1 > t0 else float('nan'):.2f} W"
+        print(f"  {domain}: {text} ({samples.source[domain]}, {energy.method[domain]})")
+    if samples.flags:
+        print("  flags: " + ", ".join(samples.flags))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
