@@ -60,6 +60,7 @@ verify_config() {
 	for name in APPEND_CACHED APPEND_UNCACHED APPEND_OUTPUTS; do setting "$name" "($list)?" 'whole numbers with commas between them, or nothing'; done
 	for name in MAX_TURNS AGENT_TIMEOUT_S; do setting "$name" '[0-9]*' 'a whole number, or nothing'; done
 	setting TEMPERATURE "($number)?" 'a number, or nothing'
+	setting SERVER_PYTHON '3[.][0-9]+' 'a version such as 3.12'
 	setting CPU_MODEL_W "($number:$number)?" 'IDLE:BUSY watts per logical CPU, or nothing'
 	((PORT != PROXY_PORT)) || die "settings PORT and PROXY_PORT are both $PORT: the server and its proxy need one each" 2
 }
@@ -151,7 +152,7 @@ start_proxy() {
 # start_server LOG: the profile's server in the background (pid in SERVER_PID); returns when it answers
 start_server() {
 	port_free "$PORT" || die "port $PORT is taken, the model server needs it: stop what listens there, or set PORT"
-	spawn SERVER_PID --name "server-$PORT" --log "$1" -- bash 02_serve_vllm.sh
+	spawn SERVER_PID --log "$1" -- bash 02_serve_vllm.sh
 	local end=$((SECONDS + ${SERVER_READY_S%.*}))
 	until adapter wait --timeout 2 2>/dev/null; do
 		kill -0 "$SERVER_PID" 2>/dev/null || die "the server ended before it was ready: $(tail -n 1 "$1") (log: $1)"

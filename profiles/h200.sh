@@ -3,6 +3,7 @@
 # shellcheck shell=bash
 
 : "${SERVER_KIND=vllm}"
+: "${SERVER_PACKAGES=vllm-0.26}"
 : "${MODEL=Qwen/Qwen3-Coder-30B-A3B-Instruct-FP8}"
 : "${TENSOR_PARALLEL=1}"
 : "${MAX_MODEL_LEN=32768}"

@@ -186,8 +186,11 @@ class Vllm(Adapter):
         return {"max_tokens": n, "min_tokens": n, "ignore_eos": True}
 
     def idle(self):
-        running = [float(line.rsplit(" ", 1)[1]) for line in self.request("/metrics")[1].splitlines()
-                   if line.startswith(("vllm:num_requests_running", "vllm:num_requests_waiting"))]
+        running = [
+            float(line.rsplit(" ", 1)[1])
+            for line in self.request("/metrics")[1].splitlines()
+            if line.startswith(("vllm:num_requests_running", "vllm:num_requests_waiting"))
+        ]
         return None if not running else sum(running) == 0
 
 

@@ -84,7 +84,9 @@ def main():
     p.add_argument("--ctx", type=int, default=8192, help="context of one slot, tokens")
     p.add_argument("--parallel", type=int, default=2, help="slots")
     p.add_argument("--threads", type=int, default=os.cpu_count(), help="threads for prefill and decode")
-    p.add_argument("--cache-dir", type=Path, default=Path("models"), help="working files: a copy of the model when --ctx exceeds its training context")
+    p.add_argument(
+        "--cache-dir", type=Path, default=Path("models"), help="working files: a copy of the model when --ctx exceeds its training context"
+    )
     a = p.parse_args()
     try:
         model = with_context(a.model or bundled_model(), a.ctx, a.cache_dir)

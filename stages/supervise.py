@@ -79,7 +79,9 @@ def end_leftover(name, grace_s):
     if supervisor and supervisor[3] == old["supervisor_start"]:
         sys.exit(f"supervise: '{name}' already runs (supervisor pid {old['supervisor']}, started by {old['command']}): stop it first")
     # The leader may be dead while its group lives on; a group id is not given out again as long as a member exists.
-    members = [p.name for p in Path("/proc").iterdir() if p.name.isdigit() and (f := stat_fields(p.name)) and f[2] == old["pid"] and f[0] != "Z"]
+    members = [
+        p.name for p in Path("/proc").iterdir() if p.name.isdigit() and (f := stat_fields(p.name)) and f[2] == old["pid"] and f[0] != "Z"
+    ]
     if not members or (s and s[3] != old["start"]):
         note.unlink(missing_ok=True)
         return
@@ -127,8 +129,13 @@ def main():
         sys.exit(125)
     if a.name:
         RUN_DIR.mkdir(parents=True, exist_ok=True)
-        note = {"pid": child.pid, "start": (stat_fields(child.pid) or (0, 0, 0, 0))[3], "supervisor": me,
-                "supervisor_start": (stat_fields(me) or (0, 0, 0, 0))[3], "command": " ".join(a.command)}
+        note = {
+            "pid": child.pid,
+            "start": (stat_fields(child.pid) or (0, 0, 0, 0))[3],
+            "supervisor": me,
+            "supervisor_start": (stat_fields(me) or (0, 0, 0, 0))[3],
+            "command": " ".join(a.command),
+        }
         tmp = RUN_DIR / f"{a.name}.json.tmp{me}"
         tmp.write_text(json.dumps(note))
         os.replace(tmp, RUN_DIR / f"{a.name}.json")

@@ -1,0 +1,69 @@
+#!/usr/bin/env bash
+# Runs one trajectory: clears the prefix cache, starts the logging proxy and the sampler, runs Harbor with Terminus-2, stops both, records
+# how it ended. Needs a running server (02_serve_vllm.sh).
+#
+#   bash 04_run_trial.sh TASK POLICY REP [RECORDING]
+#   bash 04_run_trial.sh terminal-bench@2.0/fix-git summarize-8k 1
+#   PROFILE=cpu-smollm2 bash 04_run_trial.sh log-analysis summarize-2k 1 tasks/recordings/log-analysis/01-solve.json
+#
+# TASK is a folder, a name in TASKS_DIR, or DATASET@VERSION/NAME. POLICY: summarize-off, summarize-<N>k (once the history exceeds N x 1024
+# tokens), summarize-on (the agent's default). With MODE=replay the proxy answers from RECORDING (default: the task's recordings in turn).
+# Leaves data/traj/<task>__<policy>__r<rep>/ with trial.json written last. A finished trajectory is kept; an unfinished one is moved to
+# data/traj_unfinished/ and run again. Exit code 0: measured (whatever the reward), 3: infrastructure failed, 2: bad input.
+source "$(dirname "$0")/common.sh"
+[[ $# -ge 3 && $# -le 4 ]] || die "expected TASK POLICY REP [RECORDING], got $# argument(s) (see --help)" 2
+TASK=$1 POLICY=$2 REP=$3
+[[ $REP =~ ^[1-9][0-9]*$ ]] || die "REP='$REP': expected 1, 2, 3 …" 2
+need_venv
+NAME=$(basename "$TASK")__${POLICY}__r$REP
+DIR=$TRAJ_DIR/$NAME
+
+if [[ -e $DIR/trial.json ]]; then
+	log "$NAME is finished already (remove $DIR to measure it again)"
+	exit 0
+fi
+RECORDING=
+if [[ $MODE == replay ]]; then
+	mapfile -t recordings < <(printf '%s\n' "$RECORDINGS_DIR/$(basename "$TASK")"/*.json | sort)
+	RECORDING=${4:-${recordings[$(((REP - 1) % ${#recordings[@]}))]}}
+	[[ -r $RECORDING ]] || die "MODE=replay needs a recording of $(basename "$TASK"): $RECORDING is missing" 2
+fi
+(($(free_mb .) >= MIN_FREE_MB)) || die "$(free_mb .) MB of disk are free, a trial needs MIN_FREE_MB=$MIN_FREE_MB"
+measuring_lock
+if [[ -e $DIR ]]; then
+	mkdir -p "$DATA_DIR/traj_unfinished"
+	mv "$DIR" "$DATA_DIR/traj_unfinished/$NAME.$(date -u +%Y%m%dT%H%M%S)"
+	log "$NAME was not finished: its remains went to $DATA_DIR/traj_unfinished"
+fi
+
+adapter wait --timeout 10 || die "no model server at $SERVER_URL: start it with \`bash 02_serve_vllm.sh\`"
+model=$(adapter model)
+read -r SERVED CONTEXT <<<"$model"
+[[ $CONTEXT != - ]] || CONTEXT=$MAX_MODEL_LEN
+"$PY" stages/trial.py prepare --dir "$DIR" --task "$TASK" --tasks-dir "$TASKS_DIR" --policy "$POLICY" --rep "$REP" --mode "$MODE" \
+	--recording "$RECORDING" --model "$SERVED" --context "$CONTEXT" --profile "$PROFILE" --environment "$(environment_kind)" \
+	--server-kind "$SERVER_KIND" --server-version "$(adapter version || echo -)" --proxy-url "$PROXY_URL" --temperature "$TEMPERATURE" \
+	--max-turns "$MAX_TURNS" --max-output-tokens "$MAX_OUTPUT_TOKENS" --agent-timeout "$AGENT_TIMEOUT_S" --llm-timeout "$LLM_TIMEOUT_S" \
+	--schema "$RESPONSE_SCHEMA" >&2 || exit 2
+mkdir -p "$DIR/logs"
+
+adapter reset || die "the prefix cache could not be cleared, so this trial would not start cold"
+proxy_args=(--trial "$NAME")
+[[ -z $RECORDING ]] || proxy_args+=(--replay "$RECORDING")
+start_proxy "$DIR/calls.jsonl" "$DIR/logs/proxy.log" "${proxy_args[@]}"
+start_sampler "$DIR/samples.csv" "$DIR/logs/sampler.log"
+
+# The agent's key: local servers take any, but litellm wants one.
+export OPENAI_API_KEY=${OPENAI_API_KEY:-unused}
+T_BEGIN=$(date +%s.%6N) code=0
+supervise --log "$DIR/logs/harbor.log" --deadline "$TRIAL_DEADLINE_S" -- "$ROOT/.venv/bin/harbor" run -c "$DIR/job.json" -y || code=$?
+T_END=$(date +%s.%6N)
+sleep 0.3 # the counters' last step is then in the file
+stop "$SAMPLER_PID" || warn "the sampler ended badly (exit $?): see $DIR/logs/sampler.log"
+stop "$PROXY_PID" || warn "the proxy ended badly (exit $?): see $DIR/logs/proxy.log"
+down=()
+adapter wait --timeout 5 2>/dev/null || down=(--server-down)
+rc=0
+"$PY" stages/trial.py finish --dir "$DIR" --harbor-exit "$code" --deadline "$TRIAL_DEADLINE_S" --t-begin "$T_BEGIN" --t-end "$T_END" \
+	--calib "$CALIB_RESULTS" "${down[@]}" >&2 || rc=$?
+exit "$rc"
