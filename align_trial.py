@@ -1,0 +1,1533 @@
+"""Split agent trajectories into model, command and waiting time and energy: one row per trajectory folder.
+
+Three sources must agree. The wire (calls.jsonl) says when the model worked. The terminal recording (asciicast) says when a
+command ran: from its keystroke to the return of the prompt. Harbor's result says when the agent ran and what came of it.
+The energy of each part comes from the counters (samples.csv), through energylib; with a calibration the call model predicts
+the same energy from token counts alone, and the row says how far off it is (closure).
+
+    model    union of the call intervals on the wire, failed attempts included
+    command  the terminal is busy and no call is running; what runs on during a call is `overlap_s` and counts as model
+    waiting  the rest of the agent's execution: fixed sleeps, back-off, overhead
+
+The three add up to the total exactly, in seconds and in joules per domain. A cell is empty where nothing is known, never 0.
+
+Examples:
+    python align_trial.py data/traj/* --calib results/calib --out results/trials.csv
+    python align_trial.py data/traj/* --out results/trials.csv --jobs 2 --trace results/trace --timeline results/timeline
+"""
+
+import argparse
+import csv
+import hashlib
+import json
+import math
+import os
+import re
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+
+import energylib
+
+GROUPS = ("gpu", "cpu", "dram")
+FIRST = (1, 2, 5, 10)  # early predictors: what is known after so many calls
+
+COLUMNS = [
+    *["trajectory", "task", "policy", "rep", "mode", "recording", "recording_source", "model", "agent", "profile", "hardware", "t_begin"],
+    *["outcome", "fail_reason", "reward", "exception"],
+    *["calls", "attempts", "turns", "summarizations"],
+    *["prompt_tokens", "cached_tokens", "uncached_tokens", "completion_tokens", "tokens_match"],
+    *["total_s", "model_s", "command_s", "waiting_s", "overlap_s", "setup_s", "verifier_s"],
+    *[f"{g}_{part}_j" for g in GROUPS for part in ("total", "model", "command", "waiting")],
+    *["total_j", "total_domains"],
+    *[f"{g}_{part}_j" for g in ("gpu", "cpu") for part in ("above_idle", "model_above_idle", "idle")],
+    *["setup_j", "verifier_j", "wasted_j", "gpu_err_j"],
+    *["est_gpu_model_j", "est_gpu_above_idle_j", "est_cpu_model_j", "est_cpu_above_idle_j", "est_model_s", "est_total_j", "est_domains"],
+    *["closure_model_above_idle", "closure_model", "closure_time", "closure_total"],
+    *["temp_max_c", "sm_mhz_median", "throttled_s", "idle_quiet_w"],
+    *["coverage", "gpu_source", "cpu_source", "split_source", "attribution", "concurrency", "calib_sha256", "flags", "quality"],
+    *[f"first{k}_{what}" for k in FIRST for what in ("s", "total_j", "prompt_tokens", "completion_tokens")],
+    # how the three sources met, for whoever doubts the split
+    *["recording_status", "recording_offset_s", "recording_residual_s", "trajectory_status"],
+    *["harbor_prompt_tokens", "harbor_cached_tokens", "harbor_completion_tokens", "steps_prompt_tokens", "steps_completion_tokens"],
+    *["replay_mode", "recomputed_tokens"],
+]
+
+FLAGS = {  # code -> the same in words (column `quality`)
+    "alignment_failed": "the aligner itself failed on this folder; only identity and outcome are given",
+    "samples_missing": "no samples.csv: no energy",
+    "samples_unreadable": "samples.csv could not be read: no energy",
+    "not_covered": "the counters do not cover the whole agent execution: the energy of that domain is not given",
+    "setup_not_covered": "the counters do not cover setup or verifier",
+    "gaps": "less than 99 % of the time has samples closer than 5 ticks: the split is uncertain, the total is not",
+    "estimated_cpu": "CPU energy is estimated by a power model, not measured",
+    "estimated_gpu": "GPU energy is integrated from power readings, not from an energy counter",
+    "calls_missing": "no calls.jsonl: model time is unknown, nothing is split",
+    "calls_damaged": "calls.jsonl has bad lines or records without times",
+    "calls_outside": "calls outside the agent's execution: an earlier attempt, counted as wasted",
+    "no_calls": "no model call was made",
+    "no_result": "Harbor left no result.json",
+    "result_damaged": "Harbor's result.json is empty or cut",
+    "no_agent_phase": "the agent never ran: everything is setup",
+    "window_estimated": "start or end of the agent's execution is taken from calls and recording, not from Harbor",
+    "several_attempts": "Harbor ran several attempts; this row is the last one, the others count as wasted",
+    "trajectory_missing": "Harbor left no trajectory.json",
+    "trajectory_damaged": "trajectory.json is cut; its whole steps are used",
+    "recording_missing": "no terminal recording",
+    "recording_damaged": "the terminal recording has bad lines or ends in the middle of one",
+    "recording_unaligned": "the recording's clock could not be matched with the calls: up to 1 s off",
+    "recording_loose": "the recording's clock matches the calls only to 0.25 s or worse",
+    "no_prompt_marks": "the shell prints no prompt marks: a command ends with its last output",
+    "interactive_program": "a program read the keyboard: it counts as busy from each input to its last output",
+    "command_open": "a command was still running at the end",
+    "command_unknown": "commands are not known: waiting includes them",
+    "requested_durations": "command time is the wait that the agent asked for, not the time the command took",
+    "tokens_unknown": "an attempt ended without token counts; the sums leave it out",
+    "cached_unknown": "the server did not report cached tokens for every call: no estimate, no closure",
+    "tokens_differ": "Harbor's token totals differ from those on the wire",
+    "summaries_differ": "Harbor's number of summaries differs from the wire's",
+    "closure_partial": "closure leaves out attempts that ended without token counts, on both sides",
+    "closure_circular": "closure against an estimated counter is circular and says nothing about the call model",
+    "no_calibration": "no calibration: no estimates, no above-idle energy, no closure",
+    "calibration_unreadable": "the calibration could not be used",
+    "calibration_unchecked": "trial or calibration does not say its hardware or model: not compared",
+    "calibration_other": "the calibration is from other hardware or another model (--allow-other-calibration)",
+    "idle_unknown": "the calibration lacks the idle power of a counter of this trial",
+    "idle_from_trajectory": "counter steps were apportioned by the trajectory's own quietest power, for want of a calibrated idle",
+    "idle_drift": "the trajectory's own quietest power differs from the calibrated idle by more than 3 %",
+    "clock_step": "the wall clock was set during the trial, by more than 50 ms",
+    "mono_restarted": "the machine was restarted during the trial",
+    "wrap_ambiguous": "a gap in the samples could hide more than one wrap of a CPU counter",
+    "wrap_unknown_range": "a CPU counter wrapped and its range is unknown",
+    "counter_reset": "a counter was reset during the trial",
+    "counter_jump": "a counter jumped by more than the hardware can use",
+    "counter_glitch": "a counter gave some wrong values, left out",
+    "counter_stuck": "a counter stood still for some time",
+    "module_scope": "the GPU counter covers the whole module, CPU and memory included: they are not added on top",
+    "shared": "other trajectories ran at the same time: energy is attributed by power, idle is shared",
+    "timeout_but_right": "the agent was stopped by its time limit, yet the verifier found the task solved",
+    "ended_deadline": "the run was stopped by the stage's deadline",
+    "reward_from_file": "the reward is from verifier/reward.txt, result.json lacks it",
+    "throttled": "a GPU was throttled by power or heat",
+}
+
+# litellm and the servers say "too long" in these ways
+CONTEXT_WORDS = (
+    "context length exceeded", "context_length_exceeded", "maximum context length", "model's context length", "prompt is too long",
+    "input is too long", "available context size", "contextwindowexceeded", "contextlengthexceeded",
+)  # fmt: skip
+VERIFIER_ERRORS = {
+    "VerifierTimeoutError", "RewardFileNotFoundError", "RewardFileEmptyError", "VerifierOutputParseError", "AddTestsDirError",
+    "DownloadVerifierDirError",
+}  # fmt: skip
+SERVER_ERRORS = {
+    "InternalServerError", "APIError", "APIConnectionError", "APITimeoutError", "Timeout", "RateLimitError", "ServiceUnavailableError",
+    "AuthenticationError", "AgentAuthenticationError", "NotFoundError", "ModelNotFoundError", "BadRequestError", "ApiUsageLimitError",
+    "BadGatewayError", "PermissionDeniedError", "UnprocessableEntityError", "APIResponseValidationError", "RetryError",
+}  # fmt: skip
+
+
+class InputError(Exception):
+    """What was given cannot be used; the text says what was found and the way out."""
+
+
+# ---------------------------------------------------------------- intervals: arrays (n, 2) of [start, end)
+
+
+def union(intervals):
+    """Sorted, disjoint intervals that cover the same time. Empty and inverted ones vanish."""
+    iv = np.asarray(intervals, dtype=float).reshape(-1, 2)
+    iv = iv[iv[:, 1] > iv[:, 0]]
+    if not len(iv):
+        return iv
+    iv = iv[np.argsort(iv[:, 0], kind="stable")]
+    reach = np.maximum.accumulate(iv[:, 1])
+    first = np.r_[True, iv[1:, 0] > reach[:-1]]
+    last = np.r_[first[1:], True]
+    return np.column_stack([iv[first, 0], reach[last]])
+
+
+def clip(intervals, t0, t1):
+    """The parts of the intervals inside [t0, t1]."""
+    iv = np.asarray(intervals, dtype=float).reshape(-1, 2)
+    iv = np.column_stack([np.maximum(iv[:, 0], t0), np.minimum(iv[:, 1], t1)])
+    return iv[iv[:, 1] > iv[:, 0]]
+
+
+def inside(t, disjoint):
+    """For each time: does it lie in one of the sorted, disjoint intervals?"""
+    t = np.asarray(t, dtype=float)
+    if not len(disjoint):
+        return np.zeros(t.shape, dtype=bool)
+    i = np.searchsorted(disjoint[:, 0], t, side="right") - 1
+    return (i >= 0) & (t < disjoint[np.maximum(i, 0), 1])
+
+
+def exact_parts(total, parts, digits=6):
+    """Round the total and its parts so that the rounded parts add up to the rounded total exactly.
+
+    The last part is the remainder of the rounded others; when rounding alone would push it below zero, the largest gives way.
+    Returns (total, parts), all None when something is unknown.
+    """
+    if not all(known(x) for x in (total, *parts)):
+        return None, [None] * len(parts)
+    unit = 10**digits
+    whole = round(total * unit)
+    n = [round(p * unit) for p in parts[:-1]]
+    n.append(whole - sum(n))
+    if n[-1] < 0 and -n[-1] <= 2 * len(n):
+        big = max(range(len(n) - 1), key=n.__getitem__)
+        n[big] += n[-1]
+        n[-1] = 0
+    return whole / unit, [x / unit for x in n]
+
+
+def known(x):
+    """A number that is neither missing nor NaN nor infinite."""
+    return x is not None and math.isfinite(x)
+
+
+# ---------------------------------------------------------------- reading
+
+
+def read_json(path):
+    """(object, status): status is ok, missing, empty or damaged. Never raises for what a killed writer leaves behind."""
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig", errors="replace")
+    except (FileNotFoundError, NotADirectoryError):
+        return None, "missing"
+    except OSError:
+        return None, "damaged"
+    if not text.strip():
+        return None, "empty"
+    try:
+        return json.loads(text), "ok"
+    except ValueError:
+        return None, "damaged"
+
+
+def unix(text):
+    """Unix seconds of an ISO 8601 time; a time without zone is UTC, as Harbor writes it. None when it is not one."""
+    if not isinstance(text, str):
+        return None
+    try:
+        t = datetime.fromisoformat(text)
+    except ValueError:
+        return None
+    return (t if t.tzinfo else t.replace(tzinfo=UTC)).timestamp()
+
+
+def as_time(x):
+    """Unix seconds from a number or an ISO text, else None."""
+    if isinstance(x, bool) or x is None:
+        return None
+    return float(x) if isinstance(x, (int, float)) and math.isfinite(x) else unix(x)
+
+
+def span(timing):
+    """(start, end) of one of Harbor's phases {started_at, finished_at}; None where it is not known."""
+    timing = timing if isinstance(timing, dict) else {}
+    return unix(timing.get("started_at")), unix(timing.get("finished_at"))
+
+
+def read_steps(agent_dir):
+    """(steps, status) of Terminus-2's trajectory.json and its continuations; of a file cut by a kill, the whole steps before the cut.
+
+    Harbor rewrites trajectory.json in place after every turn, so a kill can leave half of it.
+    """
+    paths = [agent_dir / "trajectory.json"]
+    paths += sorted(agent_dir.glob("trajectory.cont-*.json"), key=lambda p: [int(x) for x in re.findall(r"\d+", p.name)])
+    steps, status = [], "ok"
+    for path in paths:
+        obj, state = read_json(path)
+        if state == "ok" and isinstance(obj, dict) and isinstance(obj.get("steps"), list):
+            steps += [s for s in obj["steps"] if isinstance(s, dict)]
+        elif state in ("missing", "empty"):
+            status = "missing" if path is paths[0] else "damaged"
+        else:
+            status = "damaged"
+            steps += whole_steps(path.read_text(encoding="utf-8", errors="replace"))
+    return steps, status
+
+
+def whole_steps(text):
+    """The complete step objects at the beginning of a cut trajectory.json."""
+    found = re.search(r'"steps"\s*:\s*\[', text)
+    if not found:
+        return []
+    decoder, at, steps = json.JSONDecoder(), found.end(), []
+    while True:
+        at = re.compile(r"[\s,]*").match(text, at).end()
+        try:
+            step, at = decoder.raw_decode(text, at)
+        except ValueError:
+            return steps
+        if isinstance(step, dict):
+            steps.append(step)
+
+
+def read_calls(path):
+    """(model calls, flags) of calls.jsonl, one dict per HTTP attempt, in order of start; None when there is no file.
+
+    Requests that are no model calls (model lists, health checks, tokenization) are left out. A record without an end
+    (the proxy was killed) ends at infinity, to be clipped by whoever knows when the agent ended.
+    """
+    if not Path(path).is_file():
+        return None, {"calls_missing"}
+    flags = set()
+    try:
+        records = energylib.read_jsonl(path)
+    except (ValueError, OSError):
+        flags.add("calls_damaged")
+        records = []
+        for line in Path(path).read_text(encoding="utf-8-sig", errors="replace").splitlines():
+            try:
+                records.append(json.loads(line))
+            except ValueError:
+                continue
+    calls = []
+    for n, r in enumerate(records):
+        if not isinstance(r, dict) or not re.search(r"completions|responses|messages", str(r.get("path") or "completions")):
+            continue
+        start, end = as_time(r.get("t_start")), as_time(r.get("t_end"))
+        if start is None:
+            flags.add("calls_damaged")
+            continue
+        ok = r.get("status") == 200 and not r.get("error") and r.get("complete") is not False and not r.get("client_disconnect")
+        calls.append({
+            "start": start, "end": math.inf if end is None else end, "key": r.get("call_key") or r.get("id") or f"#{n}", "ok": ok,
+            "kind": r.get("kind") or "agent", "session": r.get("session"), "trial": r.get("trial"), "status": r.get("status"),
+            "error": r.get("error"), "finish": r.get("finish_reason"), "first": as_time(r.get("t_first")), "replay": r.get("replay"),
+            **{k: count(r.get(f"{k}_tokens")) for k in ("prompt", "cached", "completion")},
+        })  # fmt: skip
+    return sorted(calls, key=lambda c: (c["start"], c["end"])), flags
+
+
+def count(x):
+    """A token count, or None: unknown stays unknown."""
+    return int(x) if isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x) and x >= 0 else None
+
+
+# ---------------------------------------------------------------- terminal recording
+
+
+def read_cast(path):
+    """An asciicast (v2 or v3) as {status, t0, version, events [(seconds, kind, data)]}; status ok, missing, empty or damaged.
+
+    v2 times count from the start, v3 times from the event before, so in v3 everything after a lost line is shifted: reading
+    stops there. The last line may be cut by a kill. `t0` is the header's whole second.
+    """
+    cast = {"status": "missing", "t0": None, "version": None, "events": []}
+    try:
+        lines = Path(path).read_text(encoding="utf-8-sig", errors="replace").split("\n")
+    except OSError:
+        return cast
+    lines = [x for x in (line.strip("\r\0 ") for line in lines) if x and not x.startswith("#")]
+    if not lines:
+        return cast | {"status": "empty"}
+    try:
+        header = json.loads(lines[0])
+        cast |= {"version": int(header["version"]), "t0": float(header["timestamp"])}
+    except (ValueError, KeyError, TypeError):
+        return cast | {"status": "damaged"}
+    cast["status"], now = "ok", 0.0
+    for line in lines[1:]:
+        try:
+            t, kind, data = json.loads(line)[:3]
+            t = float(t)
+        except (ValueError, TypeError):
+            cast["status"] = "damaged"
+            if cast["version"] >= 3:
+                break
+            continue
+        now = now + t if cast["version"] >= 3 else t
+        if kind in ("i", "o") and isinstance(data, str):
+            cast["events"].append((now, kind, data))
+    return cast
+
+
+CONTROL = re.compile(r"^[\x03\x04\x1a\x1c]+$")  # C-c C-d C-z C-\: signals to what runs, not its input
+MARK = re.compile(r"\x1b\[\?(2004|1049)([hl])")
+MARK_HEADS = tuple(f"\x1b[?{n}"[:k] for n in ("2004", "1049") for k in range(1, 8))
+
+
+def busy_spans(events):
+    """When the terminal was busy: ([{keys, start, end}], flags); end None = still running when the recording ends.
+
+    bash switches bracketed paste off (ESC[?2004l) when a line is accepted and on (ESC[?2004h) when the prompt is back. A line
+    typed ahead starts when the shell takes it. Keys that the shell never takes were read by a program (a REPL, a pager, an editor):
+    it is busy from each input to its last output. Where the shell prints no marks, so is everything.
+    """
+    flags = set()
+    outs = [t for t, kind, _ in events if kind == "o"]
+
+    def until_last_output(start, end):
+        i = np.searchsorted(outs, end, side="left") - 1 if end is not None else len(outs) - 1
+        return max(start, outs[i]) if i >= 0 else start
+
+    if not any(kind == "o" and "\x1b[?2004" in data for _, kind, data in events):
+        typed = [(t, data) for t, kind, data in events if kind == "i"]
+        spans = []
+        for (t, keys), after in zip(typed, [t for t, _ in typed[1:]] + [None], strict=True):
+            spans.append({"keys": keys, "start": t, "end": until_last_output(t, after)})
+        return spans, {"no_prompt_marks"} if typed else set()
+
+    runs = []  # {keys, start, end, read: [(t, keys)] inputs of a program, ahead: [(t, keys)] lines typed ahead, full: full screen}
+    run, line, at_prompt, carry = None, None, False, ""
+
+    def settle(r):
+        """No more of what was typed during this run will be taken by the shell: a program read it."""
+        if r:
+            r["read"] = sorted(r["read"] + r["ahead"])
+            r["ahead"] = []
+
+    for t, kind, data in events:
+        if kind == "i":
+            newline = "\r" in data or "\n" in data
+            if at_prompt:
+                settle(run)
+                if newline:
+                    line = (t, data)
+            elif run is None:  # before the shell's first prompt
+                line = (t, data) if newline else line
+            elif newline:
+                run["ahead"].append((t, data))
+            elif not CONTROL.match(data):
+                run["read"].append((t, data))
+            continue
+        data = carry + data
+        cut = next((n for n in range(min(7, len(data)), 0, -1) if data.endswith(MARK_HEADS) and data[-n:] in MARK_HEADS), 0)
+        carry = data[len(data) - cut :] if cut else ""
+        for m in MARK.finditer(data):
+            if m[1] == "1049":
+                if run and m[2] == "h":
+                    run["full"] = True
+            elif m[2] == "l":
+                start, keys = (t, "")
+                if line:
+                    (start, keys), line = line, None
+                elif run and run["ahead"]:
+                    keys = run["ahead"].pop(0)[1]
+                left = run["ahead"] if run and run["ahead"] else []
+                if run:
+                    run["ahead"] = []
+                run = {"keys": keys, "start": start, "end": None, "read": [], "ahead": left, "full": False}
+                runs.append(run)
+                at_prompt = False
+            else:
+                if run and run["end"] is None:
+                    run["end"] = t
+                at_prompt = True
+    settle(run)
+
+    spans = []
+    for r in runs:
+        if not r["read"] and not (r["full"] and r["end"] is None):
+            spans.append({"keys": r["keys"], "start": r["start"], "end": r["end"]})
+            continue
+        flags.add("interactive_program")
+        begins = [(r["start"], r["keys"]), *r["read"]]
+        for (t, keys), (after, _) in zip(begins, [*begins[1:], (None, "")], strict=True):
+            end = r["end"] if after is None and r["end"] is not None else until_last_output(t, after)
+            spans.append({"keys": keys, "start": t, "end": end})
+    return spans, flags
+
+
+def align_clock(t0, typed, ends, model):
+    """Offset of the recording's clock: (offset_s, residual_s, pairs). Unix time of an event = t0 + offset + its relative time.
+
+    The header holds whole seconds only. Terminus-2 sends keys right after a reply, never during a call: the offset is the one
+    that puts keystrokes just after call ends and none inside a call. The quickest pair defines it (so it is late by the
+    quickest way from reply to keystroke, some 10 ms); the residual is the median of the other pairs' extra delay.
+    """
+    typed, ends = np.asarray(typed, dtype=float), np.asarray(ends, dtype=float)
+    if not len(typed) or not len(ends):
+        return 0.5, None, 0
+    d = (ends[:, None] - (t0 + typed)[None, :]).ravel()
+    d = np.unique(np.round(d[(d > -0.3) & (d < 1.8)], 3))  # a floored second, plus the recorder's start (0.1 to 0.3 s)
+    if not len(d):
+        return 0.5, None, 0
+    best = None
+    for offset in d:
+        keys = t0 + typed + offset
+        i = np.searchsorted(keys, ends - 0.002)
+        lag = np.where(i < len(keys), keys[np.minimum(i, len(keys) - 1)] - ends, 1.0)
+        during = inside(keys - 0.005, model) & inside(keys + 0.005, model)
+        cost = np.minimum(lag, 1.0).sum() + during.sum()
+        if best is None or cost < best[0] - 1e-9:
+            best = (cost, offset, lag[lag < 0.5])
+    _, offset, lag = best
+    return float(offset), float(np.median(lag)) if len(lag) else None, len(lag)
+
+
+def commands_from_recording(cast, calls, model, t0, t1):
+    """(command spans in Unix time [{keys, start, end}], offset, residual, flags) inside the agent's execution."""
+    spans, flags = busy_spans(cast["events"])
+    typed = sorted(t for t, kind, data in cast["events"] if kind == "i" and data.strip() != "clear")
+    ends = [c["end"] for c in calls if c["kind"] == "agent" and c["ok"] and t0 <= c["end"] <= t1]
+    offset, residual, pairs = align_clock(cast["t0"], typed, ends, model)
+    if typed and not pairs:
+        flags.add("recording_unaligned")
+    if residual is not None and residual > 0.25:
+        flags.add("recording_loose")
+    out = []
+    for s in spans:
+        start = cast["t0"] + offset + s["start"]
+        end = t1 if s["end"] is None else cast["t0"] + offset + s["end"]
+        if s["end"] is None and start < t1:
+            flags.add("command_open")
+        if start < t1 and end > t0:
+            out.append({"keys": s["keys"], "start": max(start, t0), "end": min(end, t1)})
+    return out, offset if pairs else None, residual, flags
+
+
+def commands_from_steps(steps, calls, t0, t1):
+    """Command spans from the waits that the agent asked for, when there is no recording: an upper bound, labelled.
+
+    A step's time is the end of its turn, after the commands; its commands began when the last call before it ended.
+    """
+    ends = sorted(c["end"] for c in calls if c["ok"])
+    out = []
+    for step in steps:
+        at = unix(step.get("timestamp"))
+        tools = [c.get("arguments") or {} for c in step.get("tool_calls") or [] if isinstance(c, dict)]
+        waits = [(str(a.get("keystrokes", "")), a["duration"]) for a in tools if isinstance(a.get("duration"), (int, float))]
+        if step.get("source") != "agent" or at is None or not waits:
+            continue
+        i = np.searchsorted(ends, at + 0.002, side="right") - 1
+        now = ends[i] if i >= 0 else t0
+        for keys, wait in waits:
+            start, now = now, min(now + max(0.0, wait), at)
+            if start < t1 and now > t0 and now > start:
+                out.append({"keys": keys, "start": max(start, t0), "end": min(now, t1)})
+    return out
+
+
+# ---------------------------------------------------------------- what Harbor says
+
+
+def harbor_attempts(folder):
+    """Trial folders under `harbor/`, in order of start: [{dir, result, result_status, begin}]."""
+    root = Path(folder) / "harbor"
+    if not root.is_dir():
+        return []
+    dirs = [p for p in sorted(root.iterdir()) if p.is_dir() and any((p / n).exists() for n in ("result.json", "config.json", "agent"))]
+    if not dirs and (root / "agent").is_dir():
+        dirs = [root]  # `harbor trial start` puts the trial right there
+    found = []
+    for p in dirs:
+        result, status = read_json(p / "result.json")
+        result = result if isinstance(result, dict) else {}
+        times = [p.stat().st_mtime] if not result else []
+        found.append({"dir": p, "result": result, "status": status, "begin": unix(result.get("started_at")) or (times or [0.0])[0]})
+    return sorted(found, key=lambda a: a["begin"])
+
+
+def pick_attempt(attempts, calls):
+    """The attempt this row is about: the last whose session is on the wire, else the last."""
+    sessions = {c["session"] for c in calls or []}
+    return next((a for a in reversed(attempts) if f"{a['dir'].name}__agent" in sessions), attempts[-1] if attempts else None)
+
+
+def agent_window(result):
+    """(start, end) of the agent's execution, over all steps of a task with several."""
+    t0, t1 = span(result.get("agent_execution"))
+    if t0 is None and isinstance(result.get("step_results"), list):
+        spans = [span(s.get("agent_execution")) for s in result["step_results"] if isinstance(s, dict)]
+        t0 = min((a for a, _ in spans if a is not None), default=None)
+        t1 = max((b for _, b in spans if b is not None), default=None)
+    return t0, t1
+
+
+def find_reward(attempt):
+    """(reward, from_file): Harbor's reward; the smallest when there are several; None when nothing was verified."""
+    verdict = attempt["result"].get("verifier_result")
+    rewards = verdict.get("rewards") if isinstance(verdict, dict) else None
+    if isinstance(rewards, dict):
+        values = [rewards["reward"]] if "reward" in rewards else list(rewards.values())
+        values = [float(v) for v in values if isinstance(v, (int, float)) and math.isfinite(v)]
+        if values:
+            return min(values), False
+    if attempt["status"] != "ok":  # Harbor died before it wrote the result; the verifier may have finished
+        try:
+            value = float((attempt["dir"] / "verifier" / "reward.txt").read_text())
+            return (value, True) if math.isfinite(value) else (None, False)
+        except (OSError, ValueError):
+            pass
+    return None, False
+
+
+def completed(steps):
+    """Did the agent declare the task complete, twice in a row as Terminus-2 wants it?"""
+    agent = [s for s in steps if s.get("source") == "agent"][-2:]
+    return len(agent) == 2 and all(
+        any(isinstance(c, dict) and c.get("function_name") == "mark_task_complete" for c in s.get("tool_calls") or []) for s in agent
+    )
+
+
+def max_turns(result, attempt_dir):
+    """The turn limit that the agent was given, None without one."""
+    config = result.get("config") or read_json(attempt_dir / "config.json")[0] or {}
+    agent = config.get("agent") if isinstance(config, dict) else None
+    kwargs = agent.get("kwargs") if isinstance(agent, dict) else None
+    kwargs = kwargs if isinstance(kwargs, dict) else {}
+    limits = (kwargs.get(k) for k in ("max_turns", "episodes", "max_episodes"))
+    return next((int(x) for x in limits if isinstance(x, (int, float))), None)
+
+
+def classify(trial, attempt, steps, calls):
+    """(outcome, fail_reason, reward, exception, flags).
+
+    A reward that the verifier gave counts, whatever stopped the agent. Without success, the agent's own limits (context,
+    output length, turns, time) are fails; only infrastructure is `unscored`.
+    """
+    flags, ended = set(), trial.get("ended")
+    result = attempt["result"] if attempt else {}
+    info = result.get("exception_info")
+    info = info if isinstance(info, dict) else {}
+    exception = info.get("exception_type")
+    text = f"{exception} {info.get('exception_message')} {info.get('exception_traceback')}".lower() if info else ""
+    reward, from_file = find_reward(attempt) if attempt else (None, False)
+    if from_file:
+        flags.add("reward_from_file")
+    if ended == "deadline":
+        flags.add("ended_deadline")
+    if reward is not None and reward >= 1:
+        if exception == "AgentTimeoutError":
+            flags.add("timeout_but_right")
+        return "success", None, reward, exception, flags
+
+    turns = ((result.get("agent_result") or {}).get("metadata") or {}).get("n_episodes")
+    turns = turns if isinstance(turns, int) else sum(s.get("source") == "agent" for s in steps)
+    limit = max_turns(result, attempt["dir"]) if attempt else None
+    last = [c for c in calls or [] if c["kind"] == "agent"][-1:]
+    own = None  # the agent's own doing
+    if any(w in text for w in CONTEXT_WORDS):
+        own = "context_overflow"
+    elif "outputlengthexceeded" in text or (exception == "RecursionError" and last and last[0]["finish"] == "length"):
+        own = "output_length"
+    elif exception == "AgentTimeoutError":
+        own = "agent_timeout"
+    elif exception and exception.endswith("NonZeroAgentExitCodeError"):
+        own = "agent_error"
+    elif not exception and limit is not None and turns >= limit and not completed(steps):
+        own = "turn_limit"
+    if reward is not None:
+        return "fail", own or "wrong_result", reward, exception, flags
+    if own:
+        return "fail", own, reward, exception, flags
+
+    # nobody judged the result: whose fault?
+    if exception in VERIFIER_ERRORS:
+        return "unscored", "verifier", reward, exception, flags
+    if ended == "server_down" or exception in SERVER_ERRORS or text.startswith("litellm"):
+        return "unscored", "server", reward, exception, flags
+    if exception:
+        return (
+            "unscored",
+            "environment" if exception.startswith(("Environment", "AgentSetup", "Sandbox")) else "harbor",
+            reward,
+            exception,
+            flags,
+        )
+    if ended == "deadline" and calls and not completed(steps):
+        return "fail", "agent_timeout", reward, exception, flags
+    if ended == "interrupted":
+        return "unscored", "interrupted", reward, exception, flags
+    if result:
+        return "unscored", "verifier", reward, exception, flags
+    return "unscored", "verifier" if completed(steps) else "harbor", reward, exception, flags
+
+
+# ---------------------------------------------------------------- calibration
+
+
+def load_calibration(calib):
+    """{params, idle {domain: W}, sha256} of a calibration folder or params.json; None without one.
+
+    Raises InputError when what was given cannot be read.
+    """
+    if calib is None:
+        return None
+    path = Path(calib)
+    path = path / "params.json" if path.is_dir() or path.suffix != ".json" else path
+    params, status = read_json(path)
+    if status != "ok" or not isinstance(params, dict):
+        raise InputError(f"{path}: {status}, expected the params.json that calibrate.py writes; run calibrate.py or leave --calib out")
+    import calibrate
+
+    idle = {d: float(w) for d, w in (calibrate.idle_power(params, "loaded") or {}).items() if known(w)}
+    return {"params": params, "idle": idle, "sha256": hashlib.sha256(path.read_bytes()).hexdigest(), "path": str(path)}
+
+
+def mismatch(params, trial):
+    """(what differs between calibration and trial, or None; True when something could not be compared)."""
+    unchecked = False
+    for key in ("hardware", "model"):
+        a, b = params.get(key), trial.get(key)
+        if not a or not b:
+            unchecked = True
+            continue
+        if plain(a, key) != plain(b, key):
+            return f"{key} is {a!r} in the calibration and {b!r} in the trial", unchecked
+    return None, unchecked
+
+
+def plain(value, key):
+    """A name as it is compared: case, spaces and, for models, provider and folder do not matter."""
+    value = json.dumps(value, sort_keys=True) if isinstance(value, (dict, list)) else str(value)
+    value = " ".join(value.lower().split())
+    return value.rstrip("/").rsplit("/", 1)[-1].removesuffix(".gguf") if key == "model" else value
+
+
+# ---------------------------------------------------------------- energy on segments
+
+
+def segment_energy(samples, t0, t1, calls, busy, idle_w, powers):
+    """({domain: joules (k,)}, {domain: err (k,)}, covered (k,)) for segments [t0, t1).
+
+    A counter step that straddles a boundary is apportioned by what was going on. On a GPU only calls are above idle; on a CPU
+    commands are too.
+    """
+    e = samples.energy(t0, t1, calls=calls, idle_w=idle_w, call_power_w=powers)
+    joules, err = dict(e.joules), dict(e.err)
+    host = [d for d in samples.domains if energylib.group(d) != "gpu"]
+    if host and len(busy):
+        both = np.vstack([calls, busy])
+        e2 = samples.energy(t0, t1, calls=both, idle_w=idle_w)
+        joules |= {d: e2.joules[d] for d in host}
+        err |= {d: e2.err[d] for d in host}
+    return joules, err, e.covered
+
+
+def call_powers(calibration, calls):
+    """Expected above-idle GPU (else CPU) power of each call from the call model, W; None when it cannot say."""
+    if not calibration or not calls or any(c[k] is None for c in calls for k in ("prompt", "cached", "completion")):
+        return None
+    est = predict(calibration, calls)
+    joules = est["gpu_above_idle_j"] if est["gpu_above_idle_j"] is not None else est["cpu_above_idle_j"]
+    if joules is None:
+        return None
+    power = np.asarray(joules) / np.array([c["end"] - c["start"] for c in calls])
+    return power if np.isfinite(power).all() and (power > 0).all() else None
+
+
+def predict(calibration, calls):
+    """The call model's estimates for calls with known token counts, as arrays or None."""
+    import calibrate
+
+    prompt, cached, completion = (np.array([c[k] for c in calls], dtype=float) for k in ("prompt", "cached", "completion"))
+    return calibrate.predict(calibration["params"], prompt, np.minimum(cached, prompt), completion)
+
+
+# ---------------------------------------------------------------- state of the hardware
+
+
+def read_state(path, t0, t1, model):
+    """{temp_max_c, sm_mhz_median, throttled_s} from state.csv within [t0, t1]; clocks while the model works."""
+    out = {"temp_max_c": None, "sm_mhz_median": None, "throttled_s": None}
+    try:
+        with open(path, encoding="utf-8-sig", errors="replace", newline="") as f:
+            rows = list(csv.DictReader(f))
+    except OSError:
+        return out
+
+    def number(row, key):
+        try:
+            x = float(row.get(key) or "")
+        except (TypeError, ValueError):
+            return None
+        return x if math.isfinite(x) else None
+
+    rows = [(t, r) for r in rows if (t := number(r, "t")) is not None and t0 <= t <= t1]
+    if not rows:
+        return out
+    names = [k for k in rows[0][1] if k]
+    temps = [x for _, r in rows for k in names if re.fullmatch(r"gpu\d+_temp(erature)?_c", k) and (x := number(r, k)) is not None]
+    at = inside([t for t, _ in rows], model)
+    clocks = [
+        x
+        for (_, r), m in zip(rows, at, strict=True)
+        if m
+        for k in names
+        if re.fullmatch(r"gpu\d+_sm_mhz", k) and (x := number(r, k)) is not None
+    ]
+    out["temp_max_c"] = max(temps, default=None)
+    out["sm_mhz_median"] = float(np.median(clocks)) if clocks else None
+    reasons = [k for k in names if re.fullmatch(r"gpu\d+_throttle\w*", k)]
+    if reasons:
+        limited = [any(throttled(r.get(k)) for k in reasons) for _, r in rows]
+        times = np.array([t for t, _ in rows])
+        step = np.diff(np.r_[times, t1])
+        step = np.minimum(step, 3 * np.median(step)) if len(step) > 1 else np.minimum(step, 1.0)
+        out["throttled_s"] = float(step[np.array(limited)].sum())
+    return out
+
+
+# nvmlClocksEventReason bits that slow the clock against the user's will: SW power cap 0x4, HW slowdown 0x8, SW thermal 0x20,
+# HW thermal 0x40, HW power brake 0x80. Idle (0x1) and clocks that somebody set (0x2, 0x100) are not throttling.
+THROTTLE_BITS = 0x4 | 0x8 | 0x20 | 0x40 | 0x80
+
+
+def throttled(cell):
+    """Does this cell of state.csv (a bit mask, decimal or hex) name a reason that slows the GPU?"""
+    try:
+        return bool(int(str(cell).strip(), 0) & THROTTLE_BITS)
+    except ValueError:
+        return False
+
+
+# ---------------------------------------------------------------- one trajectory
+
+
+def align(folder, calibration=None, other_calibration=False, trace_dir=None, timeline_dir=None):
+    """The row of one trajectory folder, as a dict with every name of COLUMNS. Raises InputError when there is no trial.json."""
+    folder = Path(folder)
+    trial, status = read_json(folder / "trial.json")
+    if status != "ok" or not isinstance(trial, dict):
+        raise InputError(f"{folder}/trial.json: {status}: unfinished, to be run again")
+    row, flags = dict.fromkeys(COLUMNS), set()
+    recording = trial.get("recording") if isinstance(trial.get("recording"), dict) else None
+    row |= {k: trial.get(k) for k in ("trajectory", "task", "policy", "rep", "mode", "model", "agent", "profile", "hardware", "t_begin")}
+    row["trajectory"] = row["trajectory"] or folder.resolve().name
+    row["concurrency"] = concurrency = int(trial.get("concurrency") or 1)
+    if recording:
+        row["recording"] = f"{recording.get('name')}@{str(recording.get('sha256') or '')[:12]}"
+        row["recording_source"] = recording.get("source")
+    try:
+        seen = align_outcome(folder, trial, row, flags)
+        align_energy(folder, trial, row, flags, seen, calibration, other_calibration, concurrency, trace_dir, timeline_dir)
+    except Exception as e:  # one odd folder must not cost the batch: the row says so, the exit code too
+        flags.add("alignment_failed")
+        print(f"{folder}: alignment failed: {type(e).__name__}: {e}; please report it with this folder", file=sys.stderr)
+        if os.environ.get("TRAJOULE_DEBUG"):
+            raise
+    row["flags"] = ";".join(sorted(flags))
+    row["quality"] = "; ".join(FLAGS[f] for f in sorted(flags)) or "ok"
+    return row
+
+
+def align_outcome(folder, trial, row, flags):
+    """Identity, outcome, counts and tokens into the row; returns what the energy part needs."""
+    calls, call_flags = read_calls(folder / "calls.jsonl")
+    flags |= call_flags
+    attempts = harbor_attempts(folder)
+    attempt = pick_attempt(attempts, calls)
+    if len(attempts) > 1:
+        flags.add("several_attempts")
+    result = attempt["result"] if attempt else {}
+    if not attempt or attempt["status"] == "missing":
+        flags.add("no_result")
+    elif attempt["status"] != "ok":
+        flags.add("result_damaged")
+    agent_dir = attempt["dir"] / "agent" if attempt else folder / "harbor" / "none"
+    steps, row["trajectory_status"] = read_steps(agent_dir)
+    if (row["agent"] or "").startswith("terminus") and row["trajectory_status"] != "ok":
+        flags.add("trajectory_missing" if row["trajectory_status"] == "missing" else "trajectory_damaged")
+
+    session = f"{attempt['dir'].name}__agent" if attempt else None
+    shared = row["concurrency"] > 1
+    own = [c for c in calls or [] if not shared or (c["session"] == session if c["session"] else c["trial"] == row["trajectory"])]
+    others = [c for c in calls or [] if c not in own] if shared else []
+
+    outcome, reason, reward, exception, more = classify(trial, attempt, steps, own)
+    flags |= more
+    row |= {"outcome": outcome, "fail_reason": reason, "reward": reward, "exception": exception}
+
+    # the agent's execution
+    t0, t1 = agent_window(result)
+    begin = unix(result.get("started_at")) or as_time(trial.get("t_begin"))
+    end = unix(result.get("finished_at")) or as_time(trial.get("t_end"))
+    ran = t0 is not None or bool(own) or not attempt or attempt["status"] != "ok"
+    if t0 is None and own:
+        t0 = own[0]["start"]
+        flags.add("window_estimated")
+    if t0 is not None and t1 is None:
+        stops = [span(result.get("verifier"))[0], end if trial.get("ended") != "harbor_failed" or not own else None]
+        finite = [c["end"] for c in own if math.isfinite(c["end"])]
+        t1 = next((x for x in stops if x is not None and x > t0), max(finite, default=None))
+        flags.add("window_estimated")
+    if t0 is None or t1 is None or t1 <= t0:
+        t0 = t1 = None
+        if not ran or not own:
+            flags.add("no_agent_phase")
+
+    for c in own + others:
+        if not math.isfinite(c["end"]):
+            c["end"] = max(c["start"], t1 or c["start"])
+    early = [c for c in own if t0 is not None and (c["end"] <= t0 or c["start"] >= t1)]
+    if early:
+        flags.add("calls_outside")
+    own = [c for c in own if c not in early]
+
+    # counts and tokens, all attempts
+    row["setup_s"] = (
+        t0 - begin if t0 is not None and begin is not None else (end - begin if begin is not None and end is not None else None)
+    )
+    v0, v1 = span(result.get("verifier"))
+    row["verifier_s"] = v1 - v0 if v0 is not None and v1 is not None else None
+    if calls is not None:
+        keys = list(dict.fromkeys(c["key"] for c in own))
+        row |= {"calls": len(keys), "attempts": len(own)}
+        for k in ("prompt", "completion", "cached"):
+            row[f"{k}_tokens"] = sum(c[k] for c in own if c[k] is not None)
+        usage = [c for c in own if c["prompt"] is not None]
+        if any(c["cached"] is None for c in usage):
+            flags.add("cached_unknown")
+            row["cached_tokens"] = row["uncached_tokens"] = None
+        else:
+            row["uncached_tokens"] = sum(c["prompt"] - c["cached"] for c in usage)
+        if any(c["prompt"] is None or c["completion"] is None for c in own):
+            flags.add("tokens_unknown")
+        if not own:
+            flags.add("no_calls")
+        for k in FIRST:
+            if len(keys) >= k:
+                part = [c for c in own if c["key"] in keys[:k]]
+                row[f"first{k}_prompt_tokens"] = sum(c["prompt"] or 0 for c in part)
+                row[f"first{k}_completion_tokens"] = sum(c["completion"] or 0 for c in part)
+        replays = [c["replay"] for c in own if isinstance(c["replay"], dict)]
+        row["replay_mode"] = "+".join(sorted({str(r.get("mode")) for r in replays})) or None
+        recomputed = [count(r.get("recomputed_tokens")) for r in replays]
+        row["recomputed_tokens"] = sum(x for x in recomputed if x is not None) if any(x is not None for x in recomputed) else None
+    harbor_totals(result, steps, own if calls is not None else None, row, flags)
+    return {
+        "calls": own, "known": calls is not None, "others": others, "early": early, "attempt": attempt, "attempts": attempts,
+        "agent_dir": agent_dir, "steps": steps, "t0": t0, "t1": t1, "begin": begin, "end": end, "verifier": (v0, v1),
+    }  # fmt: skip
+
+
+def harbor_totals(result, steps, own, row, flags):
+    """Turns, summaries and the three token sums (wire, Harbor's totals, its steps), and whether wire and Harbor agree."""
+    agent = result.get("agent_result") if isinstance(result.get("agent_result"), dict) else {}
+    meta = agent.get("metadata") if isinstance(agent.get("metadata"), dict) else {}
+    agent_steps = [s for s in steps if s.get("source") == "agent"]
+    metrics = [s["metrics"] for s in agent_steps if isinstance(s.get("metrics"), dict)]
+    wire_turns = sum(c["kind"] == "agent" and c["ok"] for c in own) if own is not None else None
+    row["turns"] = count(meta.get("n_episodes"))
+    if row["turns"] is None:
+        row["turns"] = len(agent_steps) or wire_turns
+    wire = len({c["key"] for c in own if c["kind"] == "summary" and c["ok"]}) if own is not None else None
+    harbor = count(meta.get("summarization_count"))
+    row["summarizations"] = wire if wire is not None else harbor
+    if wire is not None and harbor is not None and wire != harbor:
+        flags.add("summaries_differ")
+    for k, name in (("prompt", "n_input_tokens"), ("cached", "n_cache_tokens"), ("completion", "n_output_tokens")):
+        row[f"harbor_{k}_tokens"] = count(agent.get(name))
+    for k in ("prompt", "completion"):
+        row[f"steps_{k}_tokens"] = sum(count(m.get(f"{k}_tokens")) or 0 for m in metrics) if metrics else None
+    if own is None or row["harbor_prompt_tokens"] is None or row["harbor_completion_tokens"] is None:
+        return
+    # Terminus-2 leaves replies that were cut by their length out of its totals, and never sees those that it hung up on
+    sums = [
+        tuple(sum(c[k] or 0 for c in own if c["ok"] and (cut or c["finish"] != "length")) for k in ("prompt", "completion"))
+        for cut in (False, True)
+    ]
+    row["tokens_match"] = (row["harbor_prompt_tokens"], row["harbor_completion_tokens"]) in sums
+    if not row["tokens_match"]:
+        flags.add("tokens_differ")
+
+
+def align_energy(folder, trial, row, flags, seen, calibration, other_calibration, concurrency, trace_dir, timeline_dir):
+    """Times, energies, estimates and closure into the row."""
+    t0, t1, own, others = seen["t0"], seen["t1"], seen["calls"], seen["others"]
+    model = union(clip([(c["start"], c["end"]) for c in own], t0, t1)) if t0 is not None else np.empty((0, 2))
+    commands = split_sources(row, flags, seen, model)
+    busy = union([(c["start"], c["end"]) for c in commands])
+
+    # segments between every moment that matters, so that every sum below is a sum of the same pieces
+    wasted = wasted_calls(own)
+    estimable = [c for c in own if all(c[k] is not None for k in ("prompt", "cached", "completion"))]
+    blind = union([(c["start"], c["end"]) for c in own if c["prompt"] is None or c["completion"] is None])
+    sets = {"model": model, "busy": busy, "wasted": union([(c["start"], c["end"]) for c in wasted]), "blind": blind}
+    firsts = {}
+    keys = list(dict.fromkeys(c["key"] for c in own))
+    for k in FIRST:
+        if len(keys) >= k:
+            firsts[k] = min(t1, max(c["end"] for c in own if c["key"] in keys[:k]))
+    sessions = other_sessions(others)
+    cuts = [t0, t1] if t0 is not None else []
+    cuts += [x for iv in sets.values() for x in iv.ravel()] + list(firsts.values())
+    cuts += [x for c in others for x in (c["start"], c["end"])] + [x for s in sessions for x in s]
+    cuts = np.unique([x for x in cuts if t0 is not None and t0 <= x <= t1])
+    a, b = cuts[:-1], cuts[1:]
+    mid, dt = (a + b) / 2, b - a
+    is_model = inside(mid, model)
+    is_busy = inside(mid, busy)
+    is_command = is_busy & ~is_model
+    is_waiting = ~is_model & ~is_busy
+    is_wasted = inside(mid, sets["wasted"])
+    is_blind = inside(mid, blind) & ~inside(mid, union([(c["start"], c["end"]) for c in estimable]))
+    split = row["split_source"] is not None
+
+    if t0 is not None:
+        row["total_s"] = round(t1 - t0, 6)
+        if split:
+            parts = [dt[is_model].sum(), dt[is_command].sum(), dt[is_waiting].sum()]
+            row["total_s"], (row["model_s"], row["command_s"], row["waiting_s"]) = exact_parts(t1 - t0, parts)
+            row["overlap_s"] = float(dt[is_model & is_busy].sum())
+            if row["split_source"] == "calls":
+                row["command_s"] = row["overlap_s"] = None
+        for k, at in firsts.items():
+            row[f"first{k}_s"] = at - t0
+
+    row |= {"gpu_source": "none", "cpu_source": "none"}
+    idle_w = dict(calibration["idle"]) if calibration else {}
+    if calibration:
+        row["calib_sha256"] = calibration["sha256"]
+        differs, unchecked = mismatch(calibration["params"], trial)
+        if differs:
+            flags.add("calibration_other")
+        elif unchecked:
+            flags.add("calibration_unchecked")
+    else:
+        flags.add("no_calibration")
+    row["attribution"] = "shared" if concurrency > 1 else "exclusive"
+    if concurrency > 1:
+        flags.add("shared")
+    state = read_state(folder / "state.csv", t0, t1, model) if t0 is not None else {}
+    row |= state
+    if row["throttled_s"]:
+        flags.add("throttled")
+
+    samples = open_samples(folder, flags)
+    if samples is None:
+        estimates(row, flags, calibration, own, estimable, None, [], {}, concurrency)
+        return
+    domains = {g: [d for d in samples.domains if energylib.group(d) == g] for g in GROUPS}
+    sources(row, flags, samples, domains)
+    present = [g for g in GROUPS if domains[g]]
+    summed = [g for g in present if any(d in samples.total_domains for d in domains[g])]
+    row["total_domains"] = "+".join(summed) or None
+    if summed != present:
+        flags.add("module_scope")
+
+    # pieces outside the agent's execution come along in the same call: setup, verifier, earlier attempts
+    begin, (v0, v1) = seen["begin"], seen["verifier"]
+    setup_end = t0 if t0 is not None else seen["end"]
+    outside = [("setup", begin, setup_end), ("verifier", v0, v1)]
+    gone = [(c["start"], c["end"]) for c in seen["early"]]
+    gone += [agent_window(x["result"]) for x in seen["attempts"] if x is not seen["attempt"]]
+    outside += [("gone", x, y) for x, y in union([g for g in gone if None not in g])]
+    outside = [(n, x, y) for n, x, y in outside if x is not None and y is not None and y > x]
+    where = np.array([n for n, _, _ in outside])
+    every = own + others + seen["early"]
+    intervals = np.array([(c["start"], c["end"]) for c in every], dtype=float).reshape(-1, 2)
+    powers = call_powers(calibration, every)
+    quiet = quiet_power(samples, domains["gpu"] or domains["cpu"], a[is_waiting], b[is_waiting])
+    lead = "gpu" if domains["gpu"] else "cpu"
+    row["idle_quiet_w"] = quiet["total"]
+    idle_of = {g: sum(idle_w[d] for d in domains[g]) if domains[g] and all(d in idle_w for d in domains[g]) else None for g in GROUPS}
+    if calibration and any(idle_of[g] is None for g in ("gpu", "cpu") if domains[g]):
+        flags.add("idle_unknown")
+    if known(row["idle_quiet_w"]) and known(idle_of[lead]) and idle_of[lead] > 0 and abs(row["idle_quiet_w"] / idle_of[lead] - 1) > 0.03:
+        flags.add("idle_drift")
+    apportion = dict(idle_w)
+    if not calibration and quiet["by_domain"]:
+        apportion = quiet["by_domain"]
+        flags.add("idle_from_trajectory")
+    joules, err, _ = segment_energy(
+        samples, np.r_[a, [x for _, x, _ in outside]], np.r_[b, [y for _, _, y in outside]], intervals, busy, apportion or None, powers
+    )
+    n = len(a)
+    if t0 is not None:
+        covered = samples.energy(np.array([t0]), np.array([t1])).covered[0]
+        row["coverage"] = float(covered) if known(covered) else None
+        if known(covered) and covered < 0.99:
+            flags.add("gaps")
+
+    # other trajectories: idle is shared by those in progress, the rest goes to calls by power
+    idle_share = active_share = np.ones(n)
+    if concurrency > 1:
+        idle_share, active_share = shares(mid, own, others, sessions, every, powers)
+    group_j, group_idle, group_err = {}, {}, {}
+    for g in present:
+        idle = sum(idle_w.get(d, 0.0) for d in domains[g]) * dt
+        raw = np.sum([joules[d][:n] for d in domains[g]], axis=0)
+        group_idle[g] = idle * idle_share
+        group_j[g] = group_idle[g] + (raw - idle) * active_share
+        group_err[g] = np.sqrt(np.sum([np.square(err[d][:n]) for d in domains[g]], axis=0)) * active_share
+
+    if t0 is None:
+        flags.discard("gaps")
+    for g in present if t0 is not None else []:
+        j = group_j[g]
+        if not np.isfinite(j).all():
+            flags.add("not_covered")
+            continue
+        row[f"{g}_total_j"] = round(float(j.sum()), 6)
+        if split:
+            total, parts = exact_parts(j.sum(), [j[is_model].sum(), j[is_command].sum(), j[is_waiting].sum()])
+            row[f"{g}_total_j"], row[f"{g}_model_j"], row[f"{g}_command_j"], row[f"{g}_waiting_j"] = total, *parts
+            if row["split_source"] == "calls":
+                row[f"{g}_command_j"] = None
+        if g != "dram" and idle_of[g] is not None:
+            row[f"{g}_idle_j"] = float(group_idle[g].sum())
+            row[f"{g}_above_idle_j"] = float((j - group_idle[g]).sum())
+            if split:
+                row[f"{g}_model_above_idle_j"] = float((j - group_idle[g])[is_model].sum())
+        if g == "gpu" and split:
+            e = group_err[g][is_model]
+            row["gpu_err_j"] = float(np.sqrt(np.square(e[np.isfinite(e)]).sum())) if len(e) else 0.0
+    totals = [row[f"{g}_total_j"] for g in summed]
+    row["total_j"] = round(sum(totals), 6) if totals and all(known(x) for x in totals) else None
+    whole = np.sum([group_j[g] for g in summed], axis=0)
+    if known(row["total_j"]):
+        for k, at in firsts.items():
+            row[f"first{k}_total_j"] = float(whole[mid < at].sum())
+
+    other_j = np.sum([joules[d][n:] for g in summed for d in domains[g]], axis=0)
+    for name in ("setup", "verifier"):
+        x = other_j[where == name] if len(where) else np.array([])
+        if len(x):
+            row[f"{name}_j"] = float(x.sum()) if np.isfinite(x).all() else None
+            if row[f"{name}_j"] is None:
+                flags.add("setup_not_covered")
+    gone_j = other_j[where == "gone"] if len(where) else np.array([])
+    if known(row["total_j"]) and seen["known"]:
+        row["wasted_j"] = float(whole[is_wasted].sum() + np.nansum(gone_j))
+
+    pieces = {
+        "dt": dt, "model": is_model & ~is_blind, "rest": ~is_model, "joules": group_j, "idle": group_idle, "blind": is_blind,
+        "shared": idle_share,
+    }  # fmt: skip
+    estimates(row, flags, calibration, own, estimable, pieces, present, idle_of, concurrency)
+    if trace_dir or timeline_dir:
+        view = {
+            "row": row, "samples": samples, "domains": domains, "calls": own, "commands": commands, "t0": t0, "t1": t1, "seen": seen,
+            "segments": (a, b, np.select([is_model, is_command], ["model", "command"], "waiting")), "joules": whole, "idle": idle_w,
+            "intervals": intervals, "apportion": apportion or None,
+        }  # fmt: skip
+        if trace_dir:
+            write_trace(Path(trace_dir) / f"{row['trajectory']}.json", view)
+        if timeline_dir and t0 is not None:
+            write_timeline(Path(timeline_dir) / f"{row['trajectory']}.png", view)
+
+
+def split_sources(row, flags, seen, model):
+    """Command spans from the best source there is; sets split_source, recording_* and the flags."""
+    t0, t1, own = seen["t0"], seen["t1"], seen["calls"]
+    cast = read_cast(seen["agent_dir"] / "recording.cast")
+    row["recording_status"] = cast["status"]
+    terminal = (row["agent"] or "").startswith("terminus")
+    if cast["status"] in ("missing", "empty") and terminal:
+        flags.add("recording_missing")
+    elif cast["status"] == "damaged":
+        flags.add("recording_damaged")
+    if t0 is None or not seen["known"]:
+        return []
+    if cast["events"]:
+        commands, offset, residual, more = commands_from_recording(cast, own, model, t0, t1)
+        flags |= more
+        row |= {"recording_offset_s": offset, "recording_residual_s": residual, "split_source": "recording"}
+        return commands
+    if any(s.get("source") == "agent" and unix(s.get("timestamp")) for s in seen["steps"]):
+        flags.add("requested_durations")
+        row["split_source"] = "trajectory"
+        return commands_from_steps(seen["steps"], own, t0, t1)
+    flags.add("command_unknown")
+    row["split_source"] = "calls"
+    return []
+
+
+def wasted_calls(calls):
+    """Attempts that failed, were aborted, or were repeated: of the attempts of one request only the last good one was of use."""
+    useful = {}
+    for c in calls:
+        if c["ok"]:
+            useful[c["key"]] = c
+    return [c for c in calls if useful.get(c["key"]) is not c]
+
+
+def other_sessions(others):
+    """[(first start, last end)] of each other session: as long as it is in progress it shares the idle power."""
+    found = {}
+    for c in others:
+        lo, hi = found.get(c["session"], (math.inf, -math.inf))
+        found[c["session"]] = (min(lo, c["start"]), max(hi, c["end"]))
+    return list(found.values())
+
+
+def shares(mid, own, others, sessions, every, powers):
+    """(share of idle, share of the rest) that belongs to this trajectory in each segment.
+
+    Idle is divided among the trajectories in progress; above idle goes to the running calls in proportion to their calibrated
+    power (equal without calibration), and to all in progress alike when no call runs. Over all trajectories this adds up to one.
+    """
+    weight = np.ones(len(every)) if powers is None else np.asarray(powers)
+    k = 1 + np.sum([(mid >= lo) & (mid < hi) for lo, hi in sessions], axis=0) if sessions else np.ones(len(mid))
+    mine, all_of_us = np.zeros(len(mid)), np.zeros(len(mid))
+    for i, c in enumerate(every[: len(own) + len(others)]):
+        on = ((mid >= c["start"]) & (mid < c["end"])) * weight[i]
+        all_of_us += on
+        if i < len(own):
+            mine += on
+    active = np.where(all_of_us > 0, mine / np.where(all_of_us > 0, all_of_us, 1.0), 1.0 / k)
+    return 1.0 / k, active
+
+
+def open_samples(folder, flags):
+    """The counters of a trial, None when there are none that can be read."""
+    path = folder / "samples.csv"
+    if not path.is_file() or path.stat().st_size == 0:
+        flags.add("samples_missing")
+        return None
+    try:
+        samples = energylib.read_samples(path)
+    except Exception as e:  # whatever is wrong with the file, the row still has times, tokens and outcome
+        print(f"{path}: {e}", file=sys.stderr)
+        flags.add("samples_unreadable")
+        return None
+    if not samples.domains or len(samples.t) < 2:
+        flags.add("samples_unreadable")
+        return None
+    flags.update(code for f in samples.flags if (code := f.rpartition(":")[2]) in FLAGS)
+    return samples
+
+
+def sources(row, flags, samples, domains):
+    """gpu_source and cpu_source in words of the table; `estimated` for what no counter measured."""
+    for g in ("gpu", "cpu"):
+        found = sorted({str(samples.source[d]) for d in domains[g]})
+        if "model" in found:
+            flags.add(f"estimated_{g}")
+        if g == "gpu" and "nvml-power" in found:
+            flags.add("estimated_gpu")
+        row[f"{g}_source"] = "+".join("estimated" if s == "model" else s for s in found) or "none"
+
+
+def quiet_power(samples, domains, a, b, tile_s=1.0):
+    """The trajectory's own quietest power: {total W, by_domain {domain: W}}, the 10th percentile over waiting tiles of about 1 s.
+
+    The first 0.3 s of each wait are left out: the step of the call before lies in them.
+    """
+    none = {"total": None, "by_domain": {}}
+    starts, ends = [], []
+    for x, y in union(np.column_stack([a, b])) if len(a) else []:
+        n = int((y - x - 0.3) // tile_s)
+        if n >= 1 and domains:
+            grid = np.linspace(x + 0.3, y, n + 1)
+            starts += list(grid[:-1])
+            ends += list(grid[1:])
+    if not starts:
+        return none
+    e = samples.energy(np.array(starts), np.array(ends))
+    dt = np.array(ends) - np.array(starts)
+    total = np.sum([e.joules[d] for d in domains], axis=0) / dt
+    if not np.isfinite(total).any():
+        return none
+    by_domain = {d: float(np.nanpercentile(e.joules[d] / dt, 10)) for d in samples.domains if np.isfinite(e.joules[d]).any()}
+    return {"total": float(np.nanpercentile(total, 10)), "by_domain": by_domain}
+
+
+def estimates(row, flags, calibration, own, estimable, pieces, present, idle_of, concurrency):
+    """est_* and closure_*: from token counts and the call model alone, against the same calls and domains measured."""
+    if not calibration or not own:
+        return
+    if any(c["prompt"] is not None and c["cached"] is None for c in own):
+        return  # flagged cached_unknown: an estimate would have to guess
+    if not estimable:
+        return
+    est = predict(calibration, estimable)
+    above = {g: float(np.sum(est[f"{g}_above_idle_j"])) for g in ("gpu", "cpu") if est.get(f"{g}_above_idle_j") is not None}
+    row["est_model_s"] = seconds = float(np.sum(est["time_s"]))
+    above = {g: j for g, j in above.items() if not present or g in present}
+    for g, j in above.items():
+        row[f"est_{g}_above_idle_j"] = j
+        if idle_of.get(g) is not None:
+            row[f"est_{g}_model_j"] = j + idle_of[g] * seconds
+    if len(estimable) < len(own):
+        flags.add("closure_partial")
+    measured_s = sum(c["end"] - c["start"] for c in estimable)
+    row["closure_time"] = seconds / measured_s - 1 if measured_s > 0 else None
+    if pieces is None or row["split_source"] is None:
+        return
+    both = [g for g in above if idle_of.get(g) is not None and known(row[f"{g}_total_j"])]
+    if not both:
+        return
+    row["est_domains"] = "+".join(both)
+    model, rest, dt = pieces["model"], pieces["rest"], pieces["dt"]
+    idle = sum(idle_of[g] for g in both)
+    joules, base = (np.sum([pieces[k][g] for g in both], axis=0) for k in ("joules", "idle"))
+    total_above = sum(above[g] for g in both)
+    rest_s = float((dt * pieces["shared"])[rest].sum())
+    row["est_total_j"] = total_above + idle * seconds + idle * rest_s
+
+    def off(estimate, measured):
+        return estimate / measured - 1 if measured > 0 else None
+
+    row["closure_model_above_idle"] = off(total_above, float((joules - base)[model].sum()))
+    row["closure_model"] = off(total_above + idle * seconds, float(joules[model].sum()))
+    row["closure_total"] = off(row["est_total_j"], float(joules[~pieces["blind"]].sum()))
+    if "estimated" in (row["cpu_source"] if "cpu" in both else "") or "estimated" in (row["gpu_source"] if "gpu" in both else ""):
+        flags.add("closure_circular")
+
+
+# ---------------------------------------------------------------- views
+
+
+def power_series(view, per_step=1):
+    """{domain: (start times, mean power W)} between the rows of samples.csv, every `per_step` rows."""
+    samples = view["samples"]
+    t = np.asarray(samples.t)[::per_step]
+    e = samples.energy(t[:-1], t[1:])
+    return {d: (t[:-1], e.joules[d] / np.diff(t)) for d in samples.domains}
+
+
+def write_trace(path, view):
+    """One Chrome trace-event JSON: phases, calls and commands as slices, power as counter tracks. Opens in Perfetto's UI.
+
+    Times are microseconds since the trial's begin, `otherData.t_begin` says when that was.
+    """
+    row, seen = view["row"], view["seen"]
+    zero = min(x for x in (seen["begin"], view["t0"], float(view["samples"].t[0])) if x is not None)
+
+    def us(t):
+        return round((t - zero) * 1e6)
+
+    events = [{"ph": "M", "pid": 1, "tid": 0, "name": "process_name", "args": {"name": f"{row['trajectory']} ({row['outcome']})"}}]
+
+    def thread(tid, name):
+        events.append({"ph": "M", "pid": 1, "tid": tid, "name": "thread_name", "args": {"name": name}})
+        events.append({"ph": "M", "pid": 1, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}})
+
+    def slice_(tid, name, start, end, **args):
+        args = {k: v for k, v in args.items() if v is not None and not (isinstance(v, float) and not math.isfinite(v))}
+        events.append(
+            {"ph": "X", "pid": 1, "tid": tid, "name": name, "cat": "trajoule", "ts": us(start), "dur": us(end) - us(start), "args": args}
+        )
+
+    thread(1, "phases")
+    for name, (x, y) in (("setup", (seen["begin"], view["t0"] or seen["end"])), ("verifier", seen["verifier"])):
+        if x is not None and y is not None and y > x:
+            slice_(1, name, x, y, energy_j=row[f"{name}_j"])
+    a, b, label = view["segments"]
+    first = np.flatnonzero(np.r_[True, label[1:] != label[:-1]]) if len(a) else []
+    for i, j in zip(first, np.r_[first[1:], len(a)].astype(int) if len(first) else [], strict=True):
+        slice_(1, str(label[i]), a[i], b[j - 1], energy_j=round(float(view["joules"][i:j].sum()), 3))
+
+    lanes = []  # calls that overlap need tracks of their own: slices of one track must nest
+    for c in view["calls"]:
+        lane = next((n for n, end in enumerate(lanes) if end <= c["start"]), len(lanes))
+        lanes[lane : lane + 1] = [c["end"]]
+        on = (a >= c["start"]) & (b <= c["end"])
+        slice_(
+            10 + lane, c["kind"] if c["ok"] else f"{c['kind']} (failed)", c["start"], c["end"], status=c["status"],
+            prompt_tokens=c["prompt"], cached_tokens=c["cached"], completion_tokens=c["completion"], finish_reason=c["finish"],
+            error=str(c["error"])[:200] if c["error"] else None, energy_j=round(float(view["joules"][on].sum()), 3) if on.any() else None,
+        )  # fmt: skip
+    for lane in range(len(lanes)):
+        thread(10 + lane, "model calls" + (f" {lane + 1}" if len(lanes) > 1 else ""))
+    thread(50, "commands")
+    ordered = sorted(view["commands"], key=lambda c: c["start"])
+    for c, after in zip(ordered, [x["start"] for x in ordered[1:]] + [math.inf], strict=False):
+        slice_(50, c["keys"].strip()[:80] or "(continued)", c["start"], max(c["start"], min(c["end"], after)))
+    for d, (t, w) in power_series(view).items():
+        for x, y in zip(t, w, strict=True):
+            if math.isfinite(y):
+                events.append({"ph": "C", "pid": 1, "name": f"{d} power", "ts": us(x), "args": {"W": round(float(y), 3)}})
+    keep = (
+        "trajectory",
+        "task",
+        "policy",
+        "rep",
+        "mode",
+        "model",
+        "hardware",
+        "outcome",
+        "total_s",
+        "total_j",
+        "total_domains",
+        "gpu_source",
+        "cpu_source",
+    )
+    other = {k: row[k] for k in keep} | {"t_begin": zero}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    energylib.write_json_atomic(path, {"displayTimeUnit": "ms", "otherData": other, "traceEvents": events})
+
+
+PHASE_COLOURS = {"model": "#0072b2", "command": "#e69f00", "waiting": "#bbbbbb"}  # Okabe-Ito; dark, middle and light in grey
+
+
+def write_timeline(path, view):
+    """One figure: power over time coloured by what the agent was doing, energy per phase beside it."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    row, t0, t1 = view["row"], view["t0"], view["t1"]
+    groups = [g for g in ("gpu", "cpu") if view["domains"][g]]
+    if not groups:
+        return
+    a, b, label = view["segments"]
+    fig, axes = plt.subplots(len(groups), 2, figsize=(9, 1.2 + 1.9 * len(groups)), width_ratios=[4, 1], squeeze=False, layout="constrained")
+    edges = np.unique(np.r_[np.linspace(t0, t1, min(1200, max(2, int((t1 - t0) * 10)))), a, b])
+    edges = edges[np.r_[True, np.diff(edges) > 1e-6]]
+    energy, _, _ = segment_energy(view["samples"], edges[:-1], edges[1:], view["intervals"], busy_of(view), view["apportion"], None)
+    phase = label[np.clip(np.searchsorted(a, (edges[:-1] + edges[1:]) / 2, side="right") - 1, 0, len(a) - 1)]
+    for (left, right), g in zip(axes, groups, strict=True):
+        power = np.sum([energy[d] for d in view["domains"][g]], axis=0) / np.diff(edges)
+        x = edges - t0
+        for name, colour in PHASE_COLOURS.items():
+            y = np.where(phase == name, power, 0.0)
+            left.fill_between(x, np.r_[y, y[-1:]], step="post", color=colour, linewidth=0, label=name)
+        idle = [view["idle"].get(d) for d in view["domains"][g]]
+        if all(known(w) for w in idle):
+            left.axhline(sum(idle), color="black", linewidth=0.8, linestyle="--", label="loaded idle")
+        source = row[f"{g}_source"]
+        left.set_ylabel(f"{g.upper()} power (W)" + ("\nestimated" if source == "estimated" else ""))
+        left.set_xlim(0, t1 - t0)
+        left.set_ylim(bottom=0)
+        parts = {k: row[f"{g}_{k}_j"] for k in PHASE_COLOURS if known(row[f"{g}_{k}_j"])}
+        bars = right.bar(list(parts), list(parts.values()), color=[PHASE_COLOURS[k] for k in parts])
+        right.bar_label(bars, fmt="%.3g", fontsize=8)
+        right.set_ylabel("energy (J)")
+        right.margins(y=0.15)
+        right.tick_params(axis="x", labelsize=7)
+        for ax in (left, right):
+            ax.spines[["top", "right"]].set_visible(False)
+    axes[-1][0].set_xlabel("time since the agent started (s)")
+    handles, names = axes[0][0].get_legend_handles_labels()
+    fig.legend(handles, names, loc="outside upper right", ncols=4, frameon=False, fontsize=8)
+    joules = f", {row['total_j']:.4g} J ({row['total_domains']})" if known(row["total_j"]) else ""
+    fig.suptitle(f"{row['trajectory']}: {row['outcome']}, {t1 - t0:.1f} s{joules}", x=0.01, ha="left", fontsize=9)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}.png")
+    fig.savefig(part, dpi=150)
+    plt.close(fig)
+    os.replace(part, path)
+
+
+def busy_of(view):
+    return union([(c["start"], c["end"]) for c in view["commands"]])
+
+
+# ---------------------------------------------------------------- the table
+
+
+def cell(x):
+    """A value as it stands in the table: empty when missing, plain decimals, at most six digits after the point."""
+    if x is None or (isinstance(x, float) and not math.isfinite(x)):
+        return ""
+    if isinstance(x, (bool, np.bool_)):
+        return "true" if x else "false"
+    if isinstance(x, (float, np.floating)):
+        text = f"{x:.6f}".rstrip("0").rstrip(".")
+        return "0" if text == "-0" else text
+    return str(x)
+
+
+def write_table(path, rows):
+    """trials.csv, atomically."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with open(part, "w", encoding="utf-8", newline="") as f:
+        out = csv.writer(f, lineterminator="\n")
+        out.writerow(COLUMNS)
+        out.writerows([cell(row[c]) for c in COLUMNS] for row in rows)
+    os.replace(part, path)
+
+
+def align_all(folders, calibration=None, other_calibration=False, jobs=1, trace_dir=None, timeline_dir=None, progress=None):
+    """Rows of all folders, in their order."""
+    work = [(f, calibration, other_calibration, trace_dir, timeline_dir) for f in folders]
+    rows = []
+    if jobs <= 1 or len(work) < 2:
+        for w in work:
+            rows.append(align(*w))
+            if progress:
+                progress(len(rows), len(work))
+        return rows
+    from concurrent.futures import ProcessPoolExecutor
+
+    with ProcessPoolExecutor(min(jobs, len(work))) as pool:
+        for row in pool.map(align_one, work, chunksize=1 if len(work) < 50 else 4):
+            rows.append(row)
+            if progress:
+                progress(len(rows), len(work))
+    return rows
+
+
+def align_one(work):
+    return align(*work)
+
+
+def show_progress(begin=None):
+    """A function (done, of) that prints a progress line with the time left, at most every two seconds and at the end."""
+    begin, last = begin or time.monotonic(), [0.0]
+
+    def show(done, of):
+        now = time.monotonic()
+        if done < of and now - last[0] < 2:
+            return
+        last[0] = now
+        each = (now - begin) / done
+        print(f"align_trial: {done}/{of} trajectories, {each:.2f} s each, {each * (of - done):.0f} s left", file=sys.stderr, flush=True)
+
+    return show
+
+
+def main(argv=None):
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("dirs", nargs="+", metavar="DIR", help="trajectory folders; one without trial.json is unfinished and skipped")
+    p.add_argument(
+        "--calib", metavar="DIR", help="folder with params.json from calibrate.py; without it no estimates, no above-idle energy"
+    )
+    p.add_argument("--out", required=True, metavar="CSV", help="the table to write, for example results/trials.csv")
+    p.add_argument(
+        "--jobs", type=int, default=len(os.sched_getaffinity(0)), metavar="N", help="processes (default: the CPUs there are, %(default)s)"
+    )
+    p.add_argument("--trace", metavar="DIR", help="write one Chrome trace-event JSON per trajectory (open it at ui.perfetto.dev)")
+    p.add_argument("--timeline", metavar="DIR", help="write one figure per trajectory: power over time by phase, energy per phase")
+    p.add_argument(
+        "--allow-other-calibration", action="store_true", help="use a calibration from other hardware or another model; rows are flagged"
+    )
+    args = p.parse_args(argv)
+    if args.jobs < 1:
+        p.error(f"--jobs {args.jobs}: expected 1 or more")
+    try:
+        calibration = load_calibration(args.calib)
+    except InputError as e:
+        print(f"align_trial: {e}", file=sys.stderr)
+        return 2
+    folders = []
+    for d in args.dirs:
+        trial, status = read_json(Path(d) / "trial.json")
+        if not Path(d).is_dir():
+            print(
+                f"align_trial: {d}: no such folder, expected a trajectory folder such as data/traj/<task>__<policy>__r<rep>",
+                file=sys.stderr,
+            )
+            return 2
+        if status != "ok" or not isinstance(trial, dict):
+            print(f"align_trial: {d}: skipped, trial.json is {status} (unfinished; 04_run_trial.sh runs it again)", file=sys.stderr)
+            continue
+        if calibration and not args.allow_other_calibration:
+            differs, _ = mismatch(calibration["params"], trial)
+            if differs:
+                print(
+                    f"align_trial: {d}: {calibration['path']} does not fit: {differs}; calibrate there, or --allow-other-calibration",
+                    file=sys.stderr,
+                )
+                return 2
+        folders.append(d)
+    if not folders:
+        print(
+            "align_trial: no finished trajectory among the folders given, nothing to align; run 04_run_trial.sh or 06_run_batch.sh first",
+            file=sys.stderr,
+        )
+        return 2
+    rows = align_all(folders, calibration, args.allow_other_calibration, args.jobs, args.trace, args.timeline, show_progress())
+    write_table(args.out, rows)
+    outcomes = {k: sum(r["outcome"] == k for r in rows) for k in ("success", "fail", "unscored")}
+    print(f"{args.out}: {len(rows)} trajectories, " + ", ".join(f"{n} {k}" for k, n in outcomes.items()))
+    return 1 if any("alignment_failed" in r["flags"].split(";") for r in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
