@@ -78,7 +78,7 @@ bench() { # NAME CALLS_JSONL [ARGS]: the microbenchmark under the sampler
 bench samples calls.jsonl --contexts "$CALIB_CONTEXTS" --outputs "$CALIB_OUTPUTS" --reps "$CALIB_REPS"
 append=()
 if [[ -n $APPEND_CACHED ]]; then
-	bench append_samples append_calls.jsonl --append --append-cached "$APPEND_CACHED" --append-uncached "$APPEND_UNCACHED" --append-outputs "$APPEND_OUTPUTS"
+	bench append_samples append_calls.jsonl --append --append-cached "$APPEND_CACHED" --append-uncached "$APPEND_UNCACHED" --outputs "$APPEND_OUTPUTS" --reps 1
 	append=(--append "$CALIB_DATA/append_calls.jsonl" --append-samples "$CALIB_DATA/append_samples.csv")
 fi
 

@@ -30,11 +30,7 @@ if [[ $MODE == replay ]]; then
 fi
 (($(free_mb .) >= MIN_FREE_MB)) || die "$(free_mb .) MB of disk are free, a trial needs MIN_FREE_MB=$MIN_FREE_MB"
 measuring_lock
-if [[ -e $DIR ]]; then
-	mkdir -p "$DATA_DIR/traj_unfinished"
-	mv "$DIR" "$DATA_DIR/traj_unfinished/$NAME.$(date -u +%Y%m%dT%H%M%S)"
-	log "$NAME was not finished: its remains went to $DATA_DIR/traj_unfinished"
-fi
+set_aside "$NAME"
 
 adapter wait --timeout 10 || die "no model server at $SERVER_URL: start it with \`bash 02_serve_vllm.sh\`"
 model=$(adapter model)

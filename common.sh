@@ -1,5 +1,6 @@
 # What the stages share: settings, messages, checks, processes. Sourced first by every stage; computes nothing.
-# shellcheck shell=bash
+# shellcheck shell=bash disable=SC2034,SC2153
+# (SC2034, SC2153: stages use what is assigned here, and `spawn` assigns through a name)
 
 set -euo pipefail
 shopt -s inherit_errexit 2>/dev/null || true
@@ -55,7 +56,7 @@ verify_config() {
 	for name in PORT PROXY_PORT MAX_MODEL_LEN TENSOR_PARALLEL SERVER_SLOTS CALIB_REPS BATCH_SEED MAX_INFRA_FAILURES MIN_FREE_MB MAX_OUTPUT_TOKENS; do
 		setting "$name" '[0-9]+' 'a whole number'
 	done
-	for name in SAMPLER_HZ IDLE_S CALIB_QUIET_S SERVER_READY_S LLM_TIMEOUT_S TRIAL_DEADLINE_S; do setting "$name" "$number" 'a number'; done
+	for name in SAMPLER_HZ IDLE_S BATCH_IDLE_S CALIB_QUIET_S SERVER_READY_S LLM_TIMEOUT_S TRIAL_DEADLINE_S; do setting "$name" "$number" 'a number'; done
 	for name in CALIB_CONTEXTS CALIB_OUTPUTS; do setting "$name" "$list" 'whole numbers with commas between them'; done
 	for name in APPEND_CACHED APPEND_UNCACHED APPEND_OUTPUTS; do setting "$name" "($list)?" 'whole numbers with commas between them, or nothing'; done
 	for name in MAX_TURNS AGENT_TIMEOUT_S; do setting "$name" '[0-9]*' 'a whole number, or nothing'; done
@@ -69,7 +70,8 @@ verify_config
 # A folder or file that a stage needs, and the command that makes it
 need() { [[ -e $1 ]] || die "$1 is missing: run \`$2\` first" 2; }
 need_venv() {
-	[[ -x $PY ]] && "$PY" -c '' 2>/dev/null || die ".venv is missing or broken: run \`${1:-bash 01_setup.sh}\` first" 2
+	[[ -x $PY ]] && "$PY" -c '' 2>/dev/null && return 0
+	die ".venv is missing or broken: run \`PROFILE=$PROFILE bash 01_setup.sh\` first" 2
 }
 
 port_free() { ! (exec 3<>"/dev/tcp/127.0.0.1/$1") 2>/dev/null; }
@@ -110,11 +112,13 @@ trap 'exit 130' INT
 trap 'exit 143' TERM HUP
 
 # One measurement at a time on a machine: another one would be in our counters.
-measuring_lock() {
+measuring_lock() { # until measuring_unlock or the stage's end
 	mkdir -p .cache/run
 	exec {LOCK_FD}>.cache/run/measuring.lock
 	flock -n "$LOCK_FD" || die "another stage is measuring on this machine (it holds .cache/run/measuring.lock): wait for it, or stop it"
 }
+
+measuring_unlock() { exec {LOCK_FD}>&-; }
 
 sampler_args() {
 	SAMPLER=("$PY" sampler.py --hz "$SAMPLER_HZ" --gpus "$GPUS" --powercap "$POWERCAP_DIR")
@@ -158,6 +162,14 @@ start_server() {
 		kill -0 "$SERVER_PID" 2>/dev/null || die "the server ended before it was ready: $(tail -n 1 "$1") (log: $1)"
 		((SECONDS < end)) || die "no server at $SERVER_URL after $SERVER_READY_S s (log: $1); SERVER_READY_S allows more"
 	done
+}
+
+# set_aside TRAJECTORY: its folder moves to traj_unfinished, where its energy stays on record
+set_aside() {
+	[[ -e $TRAJ_DIR/$1 ]] || return 0
+	mkdir -p "$DATA_DIR/traj_unfinished"
+	mv "$TRAJ_DIR/$1" "$DATA_DIR/traj_unfinished/$1.$(date -u +%Y%m%dT%H%M%S)"
+	log "$1 was not finished or failed: its remains went to $DATA_DIR/traj_unfinished"
 }
 
 # environment_kind: docker or local_env, from ENVIRONMENT

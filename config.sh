@@ -66,5 +66,6 @@ source "$PROFILE_FILE"
 : "${LLM_TIMEOUT_S=3600}"     # s that the agent waits for one call
 : "${TRIAL_DEADLINE_S=7200}"  # s for one whole trial; beyond it the trial counts as infrastructure failure
 : "${BATCH_SEED=1}"           # order of a batch: repetitions interleaved, shuffled within
+: "${BATCH_IDLE_S=60}"        # s of the loaded-idle baseline before a batch
 : "${MAX_INFRA_FAILURES=3}"   # a batch stops after so many in a row
 : "${MIN_FREE_MB=2000}"       # a trial does not start with less disk than this

@@ -15,6 +15,7 @@
 : "${ORACLE_DIR=data/quickstart}"
 : "${CPU_MODEL_W=0.74:3.50}" # W per logical CPU idle:busy, used only where RAPL cannot be read; see sampler.py --help for the source
 : "${IDLE_S=20}"
+: "${BATCH_IDLE_S=10}"
 : "${CALIB_CONTEXTS=256,1024,2048}"
 : "${CALIB_OUTPUTS=16,64}"
 : "${CALIB_REPS=2}"

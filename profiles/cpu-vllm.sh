@@ -17,6 +17,7 @@
 : "${ORACLE_DIR=data/cpu-vllm}"
 : "${CPU_MODEL_W=0.74:3.50}"
 : "${IDLE_S=20}"
+: "${BATCH_IDLE_S=10}"
 : "${CALIB_CONTEXTS=256,1024,2048}"
 : "${CALIB_OUTPUTS=16,64}"
 : "${CALIB_REPS=2}"

@@ -1,0 +1,107 @@
+"""The plan of a batch: which trajectories, in which order. Written before the first one runs, so that what never ran still counts as planned.
+
+    python stages/plan.py --list tasks/final.txt --policies "summarize-off summarize-8k" --reps 3 --mode live --seed 1 --plan data/traj/plan.csv
+    python stages/plan.py --plan data/traj/plan.csv --shard 2/4 --show      # trajectories of one shard, one line each
+
+Order: repetition by repetition, tasks and policies shuffled within each (seeded), so that a slow drift of the machine hits every policy alike.
+A plan that exists is kept and only what it lacks is appended. Columns: order, task, policy, rep, mode, recording, seed.
+"""
+
+import argparse
+import csv
+import os
+import random
+import sys
+from pathlib import Path
+
+FIELDS = ["order", "task", "policy", "rep", "mode", "recording", "seed"]
+
+
+def read_list(path):
+    """Task names of a list file: one a line, `#` starts a comment. Raises ValueError on an empty list or a repeated task."""
+    tasks = [t for line in Path(path).read_text(encoding="utf-8-sig").splitlines() if (t := line.split("#")[0].strip())]
+    if not tasks:
+        raise ValueError(f"{path}: no task in it; expected one name a line")
+    twice = {t for t in tasks if tasks.count(t) > 1}
+    if twice:
+        raise ValueError(f"{path}: {', '.join(sorted(twice))} stand(s) there more than once")
+    return tasks
+
+
+def recording_of(recordings_dir, task, rep):
+    """Recordings of a task serve its repetitions in turn. Raises ValueError when there is none."""
+    found = sorted(Path(recordings_dir, Path(task).name).glob("*.json"))
+    if not found:
+        raise ValueError(f"task '{task}': no recording in {Path(recordings_dir, Path(task).name)}; replay needs one (or MODE=live)")
+    return str(found[(rep - 1) % len(found)])
+
+
+def make(tasks, policies, reps, mode, seed, recordings_dir):
+    """Rows of a new plan, without `order`."""
+    rows = []
+    for rep in range(1, reps + 1):
+        block = [(t, p) for t in tasks for p in policies]
+        random.Random(f"{seed}/{rep}").shuffle(block)
+        rows += [{"task": t, "policy": p, "rep": rep, "mode": mode, "seed": seed,
+                  "recording": recording_of(recordings_dir, t, rep) if mode == "replay" else ""} for t, p in block]  # fmt: skip
+    return rows
+
+
+def read_plan(path):
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as f:
+            rows = list(csv.DictReader(f))
+    except FileNotFoundError:
+        return []
+    lacking = [c for c in FIELDS if rows and rows[0].get(c) is None]
+    if lacking:
+        raise ValueError(f"{path}: column(s) {', '.join(lacking)} missing; delete it to plan anew")
+    return rows
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--plan", type=Path, required=True)
+    p.add_argument("--list", help="task list to plan")
+    p.add_argument("--policies", default="")
+    p.add_argument("--reps", type=int, default=1)
+    p.add_argument("--mode", choices=["live", "replay"], default="live")
+    p.add_argument("--seed", type=int, default=1)
+    p.add_argument("--recordings", default="tasks/recordings")
+    p.add_argument("--shard", default="1/1", help="i/n: every n-th trajectory from the i-th on")
+    p.add_argument("--show", action="store_true", help="print task, policy, rep, mode, recording of this call's part, tab-separated")
+    a = p.parse_args()
+    try:
+        i, n = (int(x) for x in a.shard.split("/"))
+        if not 1 <= i <= n:
+            raise ValueError
+    except ValueError:
+        sys.exit(f"plan: --shard '{a.shard}': expected i/n with 1 <= i <= n, such as 2/4")
+    try:
+        known = read_plan(a.plan)
+        wanted = make(read_list(a.list), a.policies.split(), a.reps, a.mode, a.seed, a.recordings) if a.list else known
+    except (OSError, ValueError) as e:
+        print(f"plan: {e}", file=sys.stderr)
+        sys.exit(2)
+    key = lambda r: (Path(r["task"]).name, r["policy"], str(r["rep"]))  # noqa: E731
+    have = {key(r) for r in known}
+    new = [r for r in wanted if key(r) not in have]
+    if new:
+        last = max((int(r["order"]) for r in known), default=0)
+        rows = known + [{**r, "order": last + k} for k, r in enumerate(new, 1)]
+        a.plan.parent.mkdir(parents=True, exist_ok=True)
+        tmp = a.plan.with_suffix(f".tmp{os.getpid()}")
+        with open(tmp, "w", newline="", encoding="utf-8") as f:
+            w = csv.DictWriter(f, FIELDS, lineterminator="\n")
+            w.writeheader()
+            w.writerows(rows)
+        os.replace(tmp, a.plan)
+    if a.show:
+        ours = {key(r) for r in wanted}
+        mine = [r for r in read_plan(a.plan) if key(r) in ours][i - 1 :: n]
+        for r in mine:
+            print(r["task"], r["policy"], r["rep"], r["mode"], r["recording"], sep="\t")
+
+
+if __name__ == "__main__":
+    main()
