@@ -41,6 +41,15 @@ if [[ -n $DRY ]]; then
 fi
 rows=$("$PY" stages/plan.py --plan "$PLAN" "${plan_args[@]}")
 mapfile -t ROWS <<<"$rows"
+open_rows=0
+for row in "${ROWS[@]}"; do
+	IFS=$'\t' read -r task policy rep _ <<<"$row"
+	[[ -e $TRAJ_DIR/$(basename "$task")__${policy}__r$rep/trial.json ]] || open_rows=$((open_rows + 1))
+done
+if ((open_rows == 0)); then
+	log "all ${#ROWS[@]} trajectories are measured already"
+	exit 0
+fi
 
 adapter wait --timeout 10 || die "no model server at $SERVER_URL: start it with \`bash 02_serve_vllm.sh\`"
 # One baseline a start, so that a shift of the idle power since the calibration shows.
