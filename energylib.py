@@ -384,10 +384,8 @@ def _make_steps(samples, domain):
     span = span * 1e-6 if span and source == "rapl" else None
     rise, bad, keep = _unwrap(samples, domain, value, mono, limit, span)
     total = np.cumsum(np.where(keep, rise, 0.0))
-    if source == "model":
-        point = keep
-    else:  # a value read again is no new step, and a counter that stands still has not counted zero joules
-        point = keep & ((rise > 0) | bad)
+    # a value read again is no new step, and a counter that stands still has not counted zero joules
+    point = keep if source == "model" else keep & ((rise > 0) | bad)
     if not keep.any():
         return Steps(np.empty(0), np.empty(0), np.empty(0), np.empty(0, bool), "edges")
     edge = samples.columns.get(f"{domain}_edge")
