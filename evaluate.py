@@ -1,0 +1,2195 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["numpy", "pandas", "matplotlib"]
+# ///
+"""Predictor comparison (RQ1), energy shares (RQ2), energy per accomplished goal, retry budget and report, from one table.
+
+    python evaluate.py --trials results/trials_formal.csv --out results/eval
+    python evaluate.py --trials results/trials.csv --plan data/traj/plan.csv --calib results/calib --out results/eval \\
+        --carbon 363 --price 0.31 --pue 1.2
+
+Reads the table that align_trial.py writes, one row per trajectory. Optionally the plan of the batch, so that runs that left
+nothing behind still count, and the folder of the calibration, for the text on the method. Writes to --out:
+
+    configs.csv         outcomes, energy per trajectory and energy per accomplished goal, per context policy
+    rq1_predictors.csv  how well each predictor foretells a trajectory's energy on tasks that it has not seen
+    rq1_paired.csv      the best predictor of each kind against the runner-up, on the same trajectories
+    rq2_shares.csv      model, command and waiting energy per task and policy
+    retry_budget.csv    success and expected energy when up to k attempts are allowed
+    energy_cutoff.csv   what stopping an attempt at a number of joules saves, descriptive and on held-out tasks
+    *.png, summary.json, report.html (one self-contained page)
+
+Groups. Trajectories are pooled only when behaviour (live, recorded or authored), the energy domains in total_j, the source of
+the energy, model, hardware, agent, profile and concurrency are the same. Every other combination is evaluated by itself.
+
+Intervals are 95 % and clustered by task: with 10 or more tasks a studentised bootstrap over tasks, with 5 to 9 the t
+distribution on task means, with fewer none. Energy per goal is a ratio of means, its interval the inverse of that of goals
+per joule, which stays finite when few attempts succeed. Baselines are fitted by least mean absolute relative error with
+coefficients that cannot be negative, and are scored on the task that was left out.
+"""
+
+import argparse
+import base64
+import csv
+import hashlib
+import html
+import io
+import json
+import math
+import os
+import re
+import sys
+from functools import lru_cache
+from itertools import combinations
+from pathlib import Path
+from statistics import NormalDist
+from string import Template
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+
+SEED = 20260101  # of the bootstrap; any number does, a fixed one makes the tables reproducible
+RESAMPLES = 1999  # bootstrap resamples for ratios of sums; others take fewer on large tables
+LEVEL = 0.95
+MIN_TASKS_T = 5  # fewer tasks than this: no interval
+MIN_TASKS_BOOTSTRAP = 10
+MAX_FOLDS = 40  # tasks are left out one by one up to this many, beyond it in this many groups of whole tasks
+MAX_RETRIES = 50  # the retry table ends here, however many attempts a task has
+FIRST_CALLS = (1, 2, 5, 10)
+PHASES = ("model", "command", "waiting")
+DOMAINS = ("gpu", "cpu", "dram")
+GROUP_KEYS = ["behaviour", "total_domains", "source", "model", "hardware", "agent", "profile", "concurrency"]
+TABLE_KEYS = ["group", "behaviour", "total_domains", "source"]  # the part of the key that every table repeats
+
+TEXT = [
+    *["trajectory", "task", "policy", "rep", "mode", "recording", "outcome", "model", "hardware", "total_domains", "gpu_source"],
+    *["cpu_source"],
+]
+TEXT_OPTIONAL = [
+    *["recording_source", "agent", "profile", "concurrency", "fail_reason", "flags", "split_source", "attribution", "calib_sha256"],
+    *["est_domains"],
+]
+NUMBERS = (
+    [
+        *["calls", "turns", "prompt_tokens", "cached_tokens", "uncached_tokens", "completion_tokens", "total_s", "model_s"],
+        *["command_s", "waiting_s", "total_j"],
+    ]
+    + [f"{d}_{p}_j" for d in DOMAINS for p in ("total", *PHASES)]
+    + [
+        *["gpu_above_idle_j", "cpu_above_idle_j"],
+    ]
+)
+NUMBERS_OPTIONAL = [
+    *["t_begin", "wasted_j", "setup_j", "verifier_j", "gpu_idle_j", "cpu_idle_j", "est_gpu_above_idle_j", "est_cpu_above_idle_j"],
+    *["est_total_j", "closure_model_above_idle", "closure_total", "coverage", "throttled_s"],
+] + [f"first{k}_{c}" for k in FIRST_CALLS for c in ("s", "total_j", "prompt_tokens", "completion_tokens")]
+NON_NEGATIVE = [c for c in NUMBERS if "above_idle" not in c] + ["wasted_j", "setup_j", "verifier_j"]
+
+
+class InputError(Exception):
+    """The input cannot be evaluated; the text says what was found, what was expected and the way out."""
+
+
+# ---------------------------------------------------------------------------------------------------- distributions
+
+
+def beta_cdf(x, a, b):
+    """Regularised incomplete beta function I_x(a, b), by Lentz's continued fraction."""
+    if x <= 0 or x >= 1:
+        return 0.0 if x <= 0 else 1.0
+    if x > (a + 1) / (a + b + 2):  # the fraction converges quickly only on this side
+        return 1.0 - beta_cdf(1 - x, b, a)
+    front = math.exp(math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)) / a
+    tiny = 1e-300
+    c, d = 1.0, 1.0 - (a + b) * x / (a + 1)
+    d = 1.0 / (d if abs(d) > tiny else tiny)
+    value = d
+    for m in range(1, 10_000):
+        for numerator in (
+            m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m)),
+            -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1)),
+        ):
+            d = 1.0 + numerator * d
+            d = 1.0 / (d if abs(d) > tiny else tiny)
+            c = 1.0 + numerator / c
+            c = c if abs(c) > tiny else tiny
+            value *= d * c
+        if abs(d * c - 1) < 1e-15:
+            break
+    return front * value
+
+
+def _invert(cdf, p, lo, hi):
+    for _ in range(200):
+        mid = (lo + hi) / 2
+        if mid in (lo, hi):
+            break
+        lo, hi = (mid, hi) if cdf(mid) < p else (lo, mid)
+    return (lo + hi) / 2
+
+
+def beta_quantile(p, a, b):
+    """x with I_x(a, b) = p."""
+    return _invert(lambda x: beta_cdf(x, a, b), p, 0.0, 1.0)
+
+
+def t_cdf(t, df):
+    """Distribution function of Student's t."""
+    tail = beta_cdf(df / (df + t * t), df / 2, 0.5) / 2
+    return 1 - tail if t > 0 else tail
+
+
+@lru_cache(maxsize=256)
+def t_quantile(p, df):
+    """Quantile of Student's t; 0.975 and 9 degrees of freedom give 2.262."""
+    if p == 0.5:
+        return 0.0
+    if p < 0.5:
+        return -t_quantile(1 - p, df)
+    return _invert(lambda t: t_cdf(t, df), p, 0.0, 1e6)
+
+
+def clopper_pearson_upper(successes, n, level=LEVEL):
+    """One-sided exact upper limit of a success rate; 0 of 5 at 95 % gives 0.4507."""
+    return 1.0 if successes >= n else beta_quantile(level, successes + 1, n - successes)
+
+
+def clopper_pearson_lower(successes, n, level=LEVEL):
+    """One-sided exact lower limit of a success rate."""
+    return 0.0 if successes <= 0 else 1 - clopper_pearson_upper(n - successes, n, level)
+
+
+# -------------------------------------------------------------------------------------- intervals clustered by task
+
+
+class Estimate(NamedTuple):
+    """A value with its interval; None where nothing can be said. `method` is t, bootstrap, exact or none."""
+
+    value: float | None
+    lo: float | None = None
+    hi: float | None = None
+    method: str = "none"
+
+    def clip(self, lo=None, hi=None):
+        """The interval cut to what is possible, such as 0 to 1 for a share."""
+        if self.lo is None:
+            return self
+        return self._replace(
+            lo=max(self.lo, lo) if lo is not None else self.lo,
+            hi=min(self.hi, hi) if hi is not None else self.hi,
+        )
+
+
+NOTHING = Estimate(None)
+
+
+@lru_cache(maxsize=64)
+def resamples(m, n=RESAMPLES):
+    """(n, m) counts of how often each of m tasks is drawn in each bootstrap resample; the same for every statistic."""
+    return np.random.default_rng(SEED + m).multinomial(m, np.full(m, 1 / m), size=n).astype(float)
+
+
+@lru_cache(maxsize=256)
+def _tail(m):
+    """Tail probability for bootstrap quantiles, widened for few clusters (Hesterberg 2015): plain ones cover too little."""
+    return NormalDist().cdf(-math.sqrt(m / (m - 1)) * t_quantile(0.5 + LEVEL / 2, m - 1))
+
+
+def linearised(num, den):
+    """Ratio of sums over tasks, its standard error, and the influence of each task on it."""
+    m, total = len(num), den.sum()
+    value = num.sum() / total
+    influence = (num - value * den) / total
+    return value, math.sqrt(m / (m - 1) * float(influence @ influence)) if m > 1 else math.nan, influence
+
+
+def ratio_interval(num, den):
+    """Estimate of sum(num) / sum(den), where both hold one number per task (den at least 0, not all 0)."""
+    num, den = np.asarray(num, float), np.asarray(den, float)
+    keep = (den != 0) | (num != 0)
+    num, den = num[keep], den[keep]
+    m = len(num)
+    if m == 0 or den.sum() <= 0:
+        return NOTHING
+    value, se, _ = linearised(num, den)
+    if m < MIN_TASKS_T:
+        return Estimate(value)
+    if se <= 1e-12 * abs(value):
+        return Estimate(value, value, value, "t" if m < MIN_TASKS_BOOTSTRAP else "bootstrap")
+    if m < MIN_TASKS_BOOTSTRAP:
+        half = t_quantile(0.5 + LEVEL / 2, m - 1) * se
+        return Estimate(value, value - half, value + half, "t")
+    w = resamples(m)
+    d = w @ den
+    with np.errstate(divide="ignore", invalid="ignore"):
+        r = (w @ num) / d
+        squares = np.maximum(w @ num**2 - 2 * r * (w @ (num * den)) + r**2 * (w @ den**2), 0)
+        se_star = np.sqrt(m / (m - 1) * squares) / d
+    # A resample of almost equal tasks has next to no spread of its own and would make t* infinite; the floor keeps it an
+    # outlier without letting it rule the interval (simulated: coverage 92 to 98 % for rates, shares, means, goals per joule).
+    t = (r - value) / np.maximum(se_star, 0.25 * se)
+    low, high = np.quantile(t[np.isfinite(t)], [_tail(m), 1 - _tail(m)])
+    return Estimate(value, value - high * se, value - low * se, "bootstrap")
+
+
+def rate_interval(success, n):
+    """Success rate from successes and attempts per task; exact (Clopper-Pearson) when all or none succeed."""
+    success, n = np.asarray(success, float), np.asarray(n, float)
+    if n.sum() == 0:
+        return NOTHING
+    s, total = int(success.sum()), int(n.sum())
+    if s in (0, total) and len(n) >= MIN_TASKS_T:
+        return Estimate(s / total, clopper_pearson_lower(s, total), clopper_pearson_upper(s, total), "exact")
+    return ratio_interval(success, n).clip(0, 1)
+
+
+def inverse(goals_per_joule):
+    """Energy per goal from goals per joule: limits swap places, and no upper limit exists when goals per joule may be 0."""
+    e = goals_per_joule
+    if not e.value:
+        return NOTHING
+    lo = 1 / e.hi if e.hi else None
+    return Estimate(1 / e.value, lo, 1 / e.lo if e.lo is not None and e.lo > 0 else None, e.method)
+
+
+def bca_interval(value, replicates, jackknife):
+    """Bias-corrected accelerated bootstrap interval for a statistic that is no ratio of sums (median, R2, rank correlation)."""
+    m, replicates = len(jackknife), replicates[np.isfinite(replicates)]
+    jackknife = jackknife[np.isfinite(jackknife)]
+    if m < MIN_TASKS_BOOTSTRAP or len(replicates) < 100 or len(jackknife) < m or value is None:
+        return Estimate(value)
+    d = jackknife.mean() - jackknife
+    spread = float((d**2).sum())
+    if spread == 0:
+        return Estimate(value, value, value, "bootstrap")
+    a, nd = float((d**3).sum()) / (6 * spread**1.5), NormalDist()
+    share = ((replicates < value).mean() + (replicates <= value).mean()) / 2
+    z0 = nd.inv_cdf(min(max(float(share), 1 / len(replicates)), 1 - 1 / len(replicates)))
+    limits = []
+    for p in (_tail(m), 1 - _tail(m)):
+        z = z0 + nd.inv_cdf(p)
+        limits.append(float(np.quantile(replicates, nd.cdf(z0 + z / (1 - a * z)))))
+    return Estimate(value, min(limits[0], value), max(limits[1], value), "bootstrap")
+
+
+def sign_flip_p(differences):
+    """Two-sided p of the sign-flip test on task differences: all 2^m signs up to 16 tasks, else 20,000 seeded ones."""
+    d = np.asarray(differences, float)
+    d = d[np.isfinite(d)]
+    m = len(d)
+    if m < MIN_TASKS_T:
+        return None
+    if m <= 16:
+        signs = 1.0 - 2.0 * ((np.arange(2**m)[:, None] >> np.arange(m)) & 1)
+        extra = 0
+    else:
+        signs = np.random.default_rng(SEED + m).choice([-1.0, 1.0], size=(20_000, m))
+        extra = 1  # the observed signs are one of the possible ones
+    bound = abs(d.sum()) * (1 - 1e-9)
+    return float((np.abs(signs @ d) >= bound).sum() + extra) / (len(signs) + extra)
+
+
+# ------------------------------------------------------------------------------------------------------------ input
+
+
+def read_table(path, required, optional, what):
+    """CSV as a frame of stripped strings. Takes a BOM, CRLF and a torn last line; missing columns are an InputError."""
+    try:
+        text = Path(path).read_bytes().decode("utf-8-sig")
+    except OSError as e:
+        raise InputError(f"{path}: cannot read {what}: {e.strerror}") from None
+    except UnicodeDecodeError as e:
+        raise InputError(f"{path}: byte {e.start} is not UTF-8; expected {what} as UTF-8 CSV") from None
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
+    header = text.split("\n", 1)[0]
+    if not header.strip():
+        raise InputError(f"{path}: the file is empty; expected {what} with a header")
+    names = [c.strip().strip('"') for c in header.split(",")]
+    missing = [c for c in required if c not in names]
+    if missing:
+        raise InputError(f"{path}: column{'s' * (len(missing) > 1)} missing: {', '.join(missing)}; expected {what}")
+    twice = sorted({c for c in names if names.count(c) > 1})
+    if twice:
+        raise InputError(f"{path}: column{'s' * (len(twice) > 1)} twice in the header: {', '.join(twice)}")
+    notes = []
+    if not text.endswith("\n"):
+        body, _, last = text.rpartition("\n")
+        if body and last.count(",") < len(names) - 1:
+            text = body + "\n"
+            notes.append(f"{Path(path).name}: the last line is torn and was left out")
+    use = set(required) | set(optional)
+    try:
+        frame = pd.read_csv(io.StringIO(text), dtype=str, keep_default_na=False, index_col=False, skipinitialspace=True)
+    except (pd.errors.ParserError, pd.errors.EmptyDataError) as e:
+        raise InputError(f"{path}: {str(e).strip().removeprefix('Error tokenizing data. C error: ')}") from None
+    frame.columns = names
+    frame = frame[[c for c in names if c in use]].astype(object)
+    short = frame.isna().any(axis=1).to_numpy()
+    if short.any():
+        raise InputError(f"{path}: row {int(np.argmax(short)) + 1} has fewer cells than the header ({len(names)})")
+    for c in frame.columns:
+        frame[c] = [v.strip() for v in frame[c]]
+    return frame.reset_index(drop=True), notes
+
+
+def to_number(path, column, cells):
+    """Floats from cells, empty as NaN; anything else that is no finite number is an InputError naming row and column."""
+    lower = {"", "nan", "none", "null"}
+    values = pd.to_numeric(pd.Series([None if c.lower() in lower else c for c in cells], dtype=object), errors="coerce").to_numpy(float)
+    bad = np.isinf(values) | (np.isnan(values) & np.array([c.lower() not in lower for c in cells], bool))
+    if bad.any():
+        i = int(np.argmax(bad))
+        raise InputError(f"{path}: row {i + 1}, column {column}: found {cells[i]!r}, expected a number or an empty cell")
+    return values
+
+
+def behaviour(mode, recording_source):
+    """live, authored, recorded, or replay when a replayed row does not say where its recording came from."""
+    if mode == "live":
+        return "live"
+    return recording_source if recording_source in ("authored", "recorded") else "replay"
+
+
+def domain_names(text):
+    """The domains of total_domains or est_domains in a fixed order, GPU first."""
+    return sorted((d for d in re.split(r"[\s+,;|&]+", text) if d), key=lambda d: ([d.startswith(g) for g in DOMAINS][::-1], d))
+
+
+def domain_groups(text):
+    """gpu, cpu, dram as far as total_j sums them; `gpu0+gpu1+cpu0` gives [gpu, cpu]."""
+    found = {re.sub(r"\d+$", "", d) for d in domain_names(text)}
+    return [d for d in DOMAINS if d in found]
+
+
+def energy_source(domains, gpu_source, cpu_source):
+    """measured, estimated (a power model times busy time), or both named; empty where there is no energy."""
+    sources = {d: (gpu_source if d == "gpu" else cpu_source) for d in domain_groups(domains)}
+    estimated = [d for d, s in sources.items() if {"model", "estimated"} & set(re.split(r"[+\s]", s))]
+    if not sources:
+        return ""
+    if not estimated:
+        return "measured"
+    if len(estimated) == len(sources):
+        return "estimated"
+    return "measured " + "+".join(d for d in sources if d not in estimated) + ", estimated " + "+".join(estimated)
+
+
+def read_trials(path):
+    """The table of align_trial.py as a frame in a canonical order, and notes on what was odd about it."""
+    frame, notes = read_table(path, TEXT + NUMBERS, TEXT_OPTIONAL + NUMBERS_OPTIONAL, "the table that align_trial.py writes")
+    if frame.empty:
+        raise InputError(f"{path}: no trajectory in the table; run align_trial.py on finished trajectory folders first")
+    for c in TEXT_OPTIONAL:
+        if c not in frame:
+            frame[c] = ""
+    absent = [c for c in NUMBERS_OPTIONAL if c not in frame]
+    numeric = {c: to_number(path, c, list(frame[c])) for c in NUMBERS + NUMBERS_OPTIONAL if c in frame}
+    text = frame[TEXT + TEXT_OPTIONAL]
+    frame = pd.concat([text, pd.DataFrame(numeric), pd.DataFrame(np.nan, index=text.index, columns=absent)], axis=1)
+
+    for column, allowed in {"outcome": ("success", "fail", "unscored"), "mode": ("live", "replay")}.items():
+        bad = ~frame[column].isin(allowed).to_numpy()
+        if bad.any():
+            i = int(np.argmax(bad))
+            raise InputError(f"{path}: row {i + 1}, column {column}: found {frame[column].iloc[i]!r}, expected {' or '.join(allowed)}")
+    for column in ("trajectory", "task", "policy"):
+        bad = (frame[column] == "").to_numpy()
+        if bad.any():
+            raise InputError(f"{path}: row {int(np.argmax(bad)) + 1}, column {column}: empty; every trajectory needs one")
+    for column in NON_NEGATIVE:
+        bad = (frame[column] < 0).to_numpy()
+        if bad.any():
+            i = int(np.argmax(bad))
+            raise InputError(
+                f"{path}: row {i + 1}, column {column}: found {frame[column].iloc[i]:g}, expected 0 or more; a reading that is missing is an empty cell"
+            )
+
+    before = len(frame)
+    frame = frame.drop_duplicates()
+    if len(frame) < before:
+        notes.append(f"{before - len(frame)} row(s) stood twice in the table and count once")
+    again = frame["trajectory"].duplicated(keep=False)
+    if again.any():
+        name = sorted(set(frame.loc[again, "trajectory"]))[0]
+        raise InputError(f"{path}: trajectory {name} stands in the table more than once with different numbers; keep the row that is right")
+    frame["rep"] = [re.sub(r"^r", "", r) for r in frame["rep"]]
+    frame["behaviour"] = [behaviour(m, s) for m, s in zip(frame["mode"], frame["recording_source"], strict=True)]
+    # A total without energy must not look like a group of its own with no energy in it.
+    frame["total_domains"] = [
+        "+".join(domain_names(d)) if j == j else "" for d, j in zip(frame["total_domains"], frame["total_j"], strict=True)
+    ]
+    frame["est_domains"] = ["+".join(domain_names(d)) for d in frame["est_domains"]]
+    nameless = ((frame["total_domains"] == "") & frame["total_j"].notna()).to_numpy()
+    if nameless.any():
+        raise InputError(
+            f"{path}: {frame['trajectory'].iloc[int(np.argmax(nameless))]}: total_j without total_domains; which domains does it sum? rerun align_trial.py"
+        )
+    frame["source"] = [
+        energy_source(d, g, c) for d, g, c in zip(frame["total_domains"], frame["gpu_source"], frame["cpu_source"], strict=True)
+    ]
+    frame["planned_only"] = False
+    return frame.sort_values("trajectory", kind="stable").reset_index(drop=True), notes
+
+
+def read_plan(path):
+    """task, policy, rep, mode, recording of every planned run; double entries are an InputError."""
+    plan, notes = read_table(path, ["task", "policy", "rep", "mode"], ["recording"], "the plan that the batch writes")
+    if "recording" not in plan:
+        plan["recording"] = ""
+    plan["rep"] = [re.sub(r"^r", "", r) for r in plan["rep"]]
+    bad = ~plan["mode"].isin(("live", "replay")).to_numpy()
+    if bad.any():
+        i = int(np.argmax(bad))
+        raise InputError(f"{path}: row {i + 1}, column mode: found {plan['mode'].iloc[i]!r}, expected live or replay")
+    if plan.duplicated(["task", "policy", "rep", "mode"]).any():
+        row = plan[plan.duplicated(["task", "policy", "rep", "mode"])].iloc[0]
+        raise InputError(f"{path}: {row['task']}, {row['policy']}, repetition {row['rep']} ({row['mode']}) is planned twice")
+    return plan, notes
+
+
+def add_missing(trials, plan):
+    """The trials plus one row for every planned run that left none: nobody may drop out of a denominator by crashing."""
+    key = ["task", "policy", "rep", "mode"]
+    have = set(map(tuple, trials[key].to_numpy()))
+    missing = [i for i, row in enumerate(plan[key].to_numpy()) if tuple(row) not in have]
+    planned = set(map(tuple, plan[key].to_numpy()))
+    notes = []
+    unplanned = sum(k not in planned for k in map(tuple, trials[key].to_numpy()))
+    if unplanned:
+        notes.append(f"{unplanned} row(s) of the table are not in the plan; they count as planned too")
+    if not missing:
+        return trials, notes
+    sources = {r.split("@")[0]: s for r, s in zip(trials["recording"], trials["recording_source"], strict=True) if s}
+    kinds = set(sources.values())
+    rows = []
+    for i in missing:
+        task, policy, rep, mode = plan[key].to_numpy()[i]
+        source = sources.get(plan["recording"].iloc[i].split("@")[0], kinds.copy().pop() if len(kinds) == 1 else "")
+        rows.append(
+            {
+                "trajectory": f"{task}__{policy}__r{rep}",
+                "task": task,
+                "policy": policy,
+                "rep": rep,
+                "mode": mode,
+                "outcome": "unscored",
+                "fail_reason": "no row",
+                "behaviour": behaviour(mode, source),
+                "planned_only": True,
+            }
+        )
+    extra = pd.DataFrame(rows)
+    texts = [c for c in trials.columns if trials[c].dtype == object or pd.api.types.is_string_dtype(trials[c])]
+    for c in trials.columns:
+        if c not in extra:
+            extra[c] = "" if c in texts else np.nan
+    return pd.concat([trials, extra[trials.columns]], ignore_index=True), notes
+
+
+class Group(NamedTuple):
+    """Trajectories that may be pooled."""
+
+    name: str
+    key: dict
+    rows: pd.DataFrame  # every planned run, in a fixed order
+    domains: list  # gpu, cpu, dram as far as total_j has them
+
+    @property
+    def measured(self):
+        return self.key["source"] == "measured"
+
+    @property
+    def scored(self):
+        """Successes and fails whose energy is known: what RQ1 and RQ2 look at."""
+        r = self.rows
+        return r[(r["outcome"] != "unscored") & r["total_j"].notna()]
+
+    def head(self):
+        return {"group": self.name, **{k: self.key[k] for k in TABLE_KEYS[1:]}}
+
+
+def split_groups(trials):
+    """Groups, the largest first, and notes. A row without energy or hardware joins the largest group that it does not contradict."""
+    trials = trials.copy()
+    keys = [tuple(k) for k in trials[GROUP_KEYS].to_numpy()]
+    full = {}
+    for k, missing in zip(keys, trials["total_domains"] == "", strict=True):
+        if not missing:
+            full[k] = full.get(k, 0) + 1
+    order = sorted(full, key=lambda k: (-full[k], k))
+    home, moved = [], 0
+    for k in keys:
+        if k in full:
+            home.append(k)
+            continue
+        fits = [f for f in order if all(a in ("", b) for a, b in zip(k, f, strict=True))]
+        home.append(fits[0] if fits else k)
+        moved += len(fits) > 1
+    notes = []
+    if moved:
+        notes.append(f"{moved} run(s) without energy fit more than one group and count in the largest")
+    trials["_home"] = pd.Series(home, index=trials.index, dtype=object)
+    sizes = {}
+    for k in home:
+        sizes[k] = sizes.get(k, 0) + 1
+    ranked = sorted(sizes, key=lambda k: (-full.get(k, 0), -sizes[k], k))
+    groups = []
+    for k in ranked:
+        key = dict(zip(GROUP_KEYS, k, strict=True))
+        mine = [h == k for h in home]
+        rows = trials[mine].drop(columns="_home").sort_values(["task", "policy", "rep", "trajectory"], kind="stable").reset_index(drop=True)
+        groups.append([key, rows])
+    varying = [c for c in GROUP_KEYS if len({g[0][c] for g in groups}) > 1]
+    out = []
+    for number, (key, rows) in enumerate(groups, 1):
+        label = ", ".join(str(key[c]) or f"no {c.replace('_', ' ')}" for c in varying) or key["behaviour"]
+        out.append(Group(f"{number}: {label}", key, rows, domain_groups(key["total_domains"])))
+    return out, notes
+
+
+# -------------------------------------------------------------------------------------------------- RQ1: predictors
+
+
+def fit_relative(x, y):
+    """Coefficients b >= 0 that minimise mean |x b / y - 1|; y is positive.
+
+    One column: exact, the weighted median of y/x with weights x/y. Several: iteratively reweighted least squares, the
+    non-negative solution found among all subsets of columns.
+    """
+    z = x / y[:, None]
+    scale = np.abs(z).mean(axis=0)
+    scale[scale == 0] = 1
+    z = z / scale
+    p = z.shape[1]
+    if p == 1:
+        weight = z[:, 0]
+        use = weight > 0
+        if not use.any():
+            return np.zeros(1)
+        ratio = 1 / weight[use]
+        order = np.argsort(ratio, kind="stable")
+        total = np.cumsum(weight[use][order])
+        return np.array([ratio[order][np.searchsorted(total, total[-1] / 2)]]) / scale
+    subsets = [list(s) for k in range(1, p + 1) for s in combinations(range(p), k)]
+    weights, best, best_loss = np.ones(len(z)), np.zeros(p), math.inf
+    for step in range(40):
+        zw = z * weights[:, None]
+        gram, moment = z.T @ zw, zw.sum(axis=0)
+        found, found_value = np.zeros(p), 0.0
+        for s in subsets:
+            sub = gram[np.ix_(s, s)]
+            b = np.linalg.lstsq(sub, moment[s], rcond=1e-10)[0]
+            if (b >= 0).all():
+                gain = 2 * b @ moment[s] - b @ sub @ b
+                if gain > found_value * (1 + 1e-12):
+                    found, found_value = np.zeros(p), gain
+                    found[s] = b
+        residual = np.abs(z @ found - 1)
+        loss = residual.mean()
+        if loss < best_loss - 1e-9:
+            best, best_loss = found, loss
+        elif step > 10:
+            break
+        weights = 1 / np.maximum(residual, max(1e-4, 0.1 * 0.6**step))
+    return best / scale
+
+
+def leave_one_task_out(x, y, tasks, cells=None):
+    """Out-of-task predictions of the fitted baseline; NaN where nothing can be fitted (a single task).
+
+    `cells`: codes of a category (policy); then a constant is fitted in each, x is not used.
+    """
+    names = np.unique(tasks)
+    prediction = np.full(len(y), np.nan)
+    if len(names) < 2:
+        return prediction
+    fold = np.arange(len(names)) % min(len(names), MAX_FOLDS)
+    fold_of_row = fold[np.searchsorted(names, tasks)]
+    for f in range(fold.max() + 1):
+        out = fold_of_row == f
+        if cells is None:
+            if (~out).sum() >= x.shape[1]:
+                prediction[out] = x[out] @ fit_relative(x[~out], y[~out])
+            continue
+        for c in np.unique(cells[out]):
+            train = ~out & (cells == c)
+            if train.any():
+                prediction[out & (cells == c)] = fit_relative(np.ones((train.sum(), 1)), y[train])[0]
+    return prediction
+
+
+def same_task(y, tasks, policies):
+    """Median of the other trajectories of the same task and policy; NaN where there is none."""
+    prediction = np.full(len(y), np.nan)
+    cell = pd.factorize(pd.Series(list(zip(tasks, policies, strict=True)), dtype=object))[0]
+    order = np.argsort(cell, kind="stable")
+    for block in np.split(order, np.flatnonzero(np.diff(cell[order])) + 1):
+        n = len(block)
+        if n > 1:
+            ranked = block[np.argsort(y[block], kind="stable")]
+            v, i = y[ranked], np.arange(n)
+            low, high = (n - 2) // 2, (n - 1) // 2  # middle of the n - 1 others, counted without the one left out
+            prediction[ranked] = (v[low + (low >= i)] + v[high + (high >= i)]) / 2
+    return prediction
+
+
+class Prediction(NamedTuple):
+    """What one predictor says about each trajectory. Predictors are compared within `family` only."""
+
+    name: str
+    kind: str
+    family: str
+    fitted: str
+    values: np.ndarray
+
+
+def call_model(group, rows, target):
+    """What calibration and token counts alone say, in the domains of the target."""
+    if target == "total_j":
+        same = (rows["est_domains"] == group.key["total_domains"]).to_numpy()
+        # Where the estimate lacks a domain (DRAM), only its ratio to the measurement in the same domains can be compared.
+        ratio = rows["total_j"].to_numpy(float) * (1 + rows["closure_total"].to_numpy(float))
+        return np.where(same, rows["est_total_j"].to_numpy(float), ratio)
+    parts = [rows[f"est_{d}_above_idle_j"].to_numpy(float) for d in group.domains if d != "dram"]
+    return np.sum(parts, axis=0) if parts else np.full(len(rows), np.nan)
+
+
+def above_idle(group, rows):
+    """Energy above idle over the domains that have an idle power (all but DRAM)."""
+    parts = [rows[f"{d}_above_idle_j"].to_numpy(float) for d in group.domains if d != "dram"]
+    return np.sum(parts, axis=0) if parts else np.full(len(rows), np.nan)
+
+
+def predictions(group, rows, y, target):
+    """Every predictor of one target, each scored on tasks that it has not seen."""
+    tasks, policies = rows["task"].to_numpy(str), rows["policy"].to_numpy(str)
+    n, ones = len(rows), np.ones(len(rows))
+    usable = np.isfinite(y) & (y > 0)
+    out = []
+
+    def fitted(name, kind, columns, family=None, where=None):
+        x = np.column_stack(columns)
+        use = usable & np.isfinite(x).all(axis=1) & (where if where is not None else True)
+        values = np.full(n, np.nan)
+        if use.any():
+            values[use] = leave_one_task_out(x[use], y[use], tasks[use])
+        out.append(Prediction(name, kind, family or kind, f"{x.shape[1]} coefficient{'s' * (x.shape[1] > 1)}", values))
+
+    col = {c: rows[c].to_numpy(float) for c in NUMBERS + NUMBERS_OPTIONAL}
+    fitted("constant", "ex-ante", [ones])
+    codes = pd.factorize(policies, sort=True)[0]
+    if len(np.unique(codes)) > 1:
+        values = np.full(n, np.nan)
+        if usable.any():
+            values[usable] = leave_one_task_out(np.ones((usable.sum(), 1)), y[usable], tasks[usable], cells=codes[usable])
+        out.append(Prediction("policy", "ex-ante", "ex-ante", f"{len(np.unique(codes))} coefficients", values))
+    values = np.full(n, np.nan)
+    if usable.any():
+        values[usable] = same_task(y[usable], tasks[usable], policies[usable])
+    out.append(Prediction("other repetitions of the same task", "ex-ante, task seen", "ex-ante, task seen", "median", values))
+
+    for k in FIRST_CALLS:
+        family = f"early, {k} call{'s' * (k > 1)}"
+        have = np.isfinite(col[f"first{k}_total_j"])
+        if not have.any():
+            continue
+        word = f"first {k} call{'s' * (k > 1)}"
+        fitted(f"{word}: that there are so many", "early", [ones], family, have)
+        fitted(f"{word}: energy", "early", [ones, col[f"first{k}_total_j"]], family, have)
+        fitted(f"{word}: tokens", "early", [ones, col[f"first{k}_prompt_tokens"], col[f"first{k}_completion_tokens"]], family, have)
+
+    fitted("calls", "post-hoc", [col["calls"]])
+    fitted("output tokens", "post-hoc", [col["completion_tokens"]])
+    fitted("all tokens", "post-hoc", [col["prompt_tokens"] + col["completion_tokens"]])
+    fitted("tokens by kind", "post-hoc", [col["uncached_tokens"], col["cached_tokens"], col["completion_tokens"]])
+    fitted("calls and tokens by kind", "post-hoc", [col["calls"], col["uncached_tokens"], col["cached_tokens"], col["completion_tokens"]])
+    fitted("wall time", "post-hoc", [col["total_s"]])
+    fitted("model and other time", "post-hoc", [col["model_s"], col["command_s"] + col["waiting_s"]])
+    values = call_model(group, rows, target)
+    out.append(Prediction("call model (calibration)", "post-hoc", "post-hoc", "no", np.where(usable, values, np.nan)))
+    return out
+
+
+def weighted_median(sorted_values, weights):
+    total = np.cumsum(weights)
+    half = total[-1] / 2
+    i = int(np.searchsorted(total, half))
+    j = i + 1 if total[i] == half and i + 1 < len(total) else i
+    while j < len(total) - 1 and weights[j] == 0:
+        j += 1
+    return (sorted_values[i] + sorted_values[j]) / 2
+
+
+def weighted_ranks(codes, weights):
+    """Mid-ranks of values given as dense codes, where each row counts `weights` times."""
+    per = np.bincount(codes, weights=weights)
+    return (np.cumsum(per) - per / 2)[codes]
+
+
+def weighted_correlation(a, b, w):
+    total = w.sum()
+    a = a - (w @ a) / total
+    b = b - (w @ b) / total
+    norm = math.sqrt(float(w @ a**2) * float(w @ b**2))
+    return float(w @ (a * b)) / norm if norm > 1e-12 * total else math.nan
+
+
+def scores(y, predicted, tasks):
+    """mape, mdape, mae_j, r2, spearman of a prediction, each an Estimate clustered by task."""
+    names, codes = np.unique(tasks, return_inverse=True)
+    m, n = len(names), len(y)
+    ape, error = np.abs(predicted / y - 1), np.abs(predicted - y)
+
+    def per_task(v):
+        return np.bincount(codes, weights=v, minlength=m)
+
+    size = per_task(np.ones(n))
+    result = {"mape": ratio_interval(per_task(ape), size).clip(lo=0), "mae_j": ratio_interval(per_task(error), size).clip(lo=0)}
+
+    order = np.argsort(ape, kind="stable")
+    sums = [per_task(v) for v in (np.ones(n), y, y**2, error**2)]
+    y_code, p_code = (np.unique(v, return_inverse=True)[1] for v in (y, predicted))
+
+    def statistics(w):
+        rows = w[codes]
+        count, total, squares, residual = (w @ s for s in sums)
+        spread = squares - total**2 / count
+        r2 = 1 - residual / spread if spread > 1e-12 * squares else math.nan
+        rho = weighted_correlation(weighted_ranks(y_code, rows), weighted_ranks(p_code, rows), rows)
+        return weighted_median(ape[order], rows[order]), r2, rho
+
+    whole = statistics(np.ones(m))
+    replicates = jack = np.empty((0, 3))
+    if m >= MIN_TASKS_BOOTSTRAP and n <= 20_000:  # beyond that the intervals of these three would take minutes and be tiny
+        replicates = np.array([statistics(w) for w in resamples(m)[: int(min(999, max(199, 1e6 // n)))]])
+        jack = np.array([statistics(1 - np.eye(1, m, i)[0]) for i in range(m)])
+    for i, name in enumerate(("mdape", "r2", "spearman")):
+        value = float(whole[i]) if math.isfinite(whole[i]) and n > 1 else None
+        if name == "mdape" and n == 1:
+            value = float(whole[i])
+        result[name] = bca_interval(value, replicates[:, i], jack[:, i]) if len(jack) else Estimate(value)
+    return result
+
+
+def rq1(group):
+    """rq1_predictors rows, rq1_paired rows, and the predictions for the figure."""
+    rows = group.scored
+    tasks = rows["task"].to_numpy(str)
+    table, paired, kept = [], [], {}
+    for target, y in (("total_j", rows["total_j"].to_numpy(float)), ("above_idle_j", above_idle(group, rows))):
+        found = predictions(group, rows, y, target)
+        kept[target] = (y, found)
+        for p in found:
+            use = np.isfinite(p.values)
+            row = {**group.head(), "predictor": p.name, "kind": p.kind, "fitted": p.fitted, "target": target, "n": int(use.sum())}
+            row |= {"tasks": len(np.unique(tasks[use])), "circular": "no" if group.measured else "yes"}
+            if use.any():
+                for metric, e in scores(y[use], p.values[use], tasks[use]).items():
+                    row |= {metric: e.value, f"{metric}_lo": e.lo, f"{metric}_hi": e.hi}
+            table.append(row)
+        for family in dict.fromkeys(p.family for p in found):
+            row = compare(group, target, family, [p for p in found if p.family == family], y, tasks)
+            if row:
+                paired.append(row)
+    return table, paired, kept
+
+
+def compare(group, target, family, found, y, tasks):
+    """Best predictor of a family against the runner-up, on the trajectories that all of them cover."""
+    found = [p for p in found if np.isfinite(p.values).any()]
+    if len(found) < 2:
+        return None
+    common = np.all([np.isfinite(p.values) for p in found], axis=0)
+    if not common.any():
+        return None
+    codes = np.unique(tasks[common], return_inverse=True)[1]
+    size = np.bincount(codes).astype(float)
+    ape = {p.name: np.abs(p.values[common] / y[common] - 1) for p in found}
+    ranked = sorted(found, key=lambda p: (ape[p.name].mean(), p.name))
+    best, second = ranked[:2]
+    difference = np.bincount(codes, weights=ape[second.name] - ape[best.name])
+    e = ratio_interval(difference, size)
+    row = {**group.head(), "target": target, "kind": best.kind, "compared": family, "n": int(common.sum()), "tasks": len(size)}
+    row |= {"best": best.name, "best_mape": float(ape[best.name].mean()), "runner_up": second.name}
+    row |= {"runner_up_mape": float(ape[second.name].mean()), "difference": e.value}
+    if group.measured:  # where energy is estimated from busy time a test would confirm our own assumption
+        row |= {"difference_lo": e.lo, "difference_hi": e.hi, "p_sign_flip": sign_flip_p(difference / size), "interval": e.method}
+    row["circular"] = "no" if group.measured else "yes"
+    return row
+
+
+# ------------------------------------------------------------------------------------------------------ RQ2: shares
+
+
+def rq2(group):
+    """Mean energy and share per component and domain for each task and policy, then for all tasks with intervals."""
+    rows = group.scored
+    if rows.empty:
+        return []
+    parts = [f"{d}_{p}" for d in group.domains for p in PHASES]
+    columns = {p: rows[f"{p}_j"].to_numpy(float) for p in parts}
+    for p in PHASES:
+        columns[p] = np.sum([columns[f"{d}_{p}"] for d in group.domains], axis=0)
+    for d in group.domains:
+        columns[f"{d}_total"] = rows[f"{d}_total_j"].to_numpy(float)
+    total = rows["total_j"].to_numpy(float)
+    idle = [rows[f"{d}_idle_j"].to_numpy(float) for d in group.domains if d != "dram"]
+    if idle:
+        columns["idle"] = np.sum(idle, axis=0)
+    columns["wasted"] = rows["wasted_j"].to_numpy(float)
+
+    def block(index, task, policy, with_intervals):
+        row = {**group.head(), "task": task, "policy": policy, "n": len(index), "tasks": len(np.unique(rows["task"].to_numpy(str)[index]))}
+        row |= {"total_j": float(total[index].mean()), "total_s": mean_or_none(rows["total_s"].to_numpy(float)[index])}
+        codes = np.unique(rows["task"].to_numpy(str)[index], return_inverse=True)[1]
+        for name, values in columns.items():
+            v = values[index]
+            use = np.isfinite(v)
+            row[f"{name}_j"] = float(v[use].mean()) if use.any() else None
+            whole = float(total[index][use].sum())
+            row[f"{name}_share"] = float(v[use].sum()) / whole if use.any() and whole > 0 else None
+            if with_intervals and (name in PHASES or name.endswith("_total")) and row[f"{name}_share"] is not None:
+                e = ratio_interval(np.bincount(codes[use], weights=v[use]), np.bincount(codes[use], weights=total[index][use])).clip(0, 1)
+                row |= {f"{name}_share_lo": e.lo, f"{name}_share_hi": e.hi}
+        return row
+
+    out = []
+    cells = rows.groupby(["task", "policy"], sort=True).indices
+    for (task, policy), index in sorted(cells.items()):
+        out.append(block(np.asarray(index), task, policy, False))
+    for policy, index in sorted(rows.groupby("policy", sort=True).indices.items()):
+        out.append(block(np.asarray(index), "(all tasks)", policy, True))
+    if rows["policy"].nunique() > 1:
+        out.append(block(np.arange(len(rows)), "(all tasks)", "(all policies)", True))
+    return out
+
+
+def mean_or_none(values):
+    values = np.asarray(values, float)
+    values = values[np.isfinite(values)]
+    return float(values.mean()) if len(values) else None
+
+
+# --------------------------------------------------------------------------------------------- energy per goal (configs)
+
+
+def per_task_sums(rows, tasks):
+    """Per task: scored attempts, successes, energy of the scored attempts whose energy is known, and how many those are."""
+    code = {t: i for i, t in enumerate(tasks)}
+    c = np.array([code[t] for t in rows["task"]], int)
+    scored = (rows["outcome"] != "unscored").to_numpy()
+    success = (rows["outcome"] == "success").to_numpy()
+    energy = rows["total_j"].to_numpy(float)
+    known = scored & np.isfinite(energy)
+
+    def add(mask, weights=None):
+        return np.bincount(c[mask], weights=None if weights is None else weights[mask], minlength=len(tasks)).astype(float)
+
+    return {"n": add(scored), "success": add(success), "known": add(known), "energy": add(known, energy)}
+
+
+def goals_per_joule(s):
+    """Ratio of means per task sums: success rate over mean energy. Attempts whose energy was lost count at their task's mean."""
+    known = s["known"] > 0
+    mean = np.divide(s["energy"], s["known"], out=np.zeros_like(s["energy"]), where=known)
+    lost = np.where(known, s["n"] - s["known"], 0)
+    whole_loss = ~known & (s["n"] > 0)  # a task without any known energy: the overall mean
+    overall = s["energy"].sum() / s["known"].sum() if s["known"].sum() else 0.0
+    spent = s["energy"] + lost * mean + np.where(whole_loss, s["n"] * overall, 0)
+    return s["success"], spent
+
+
+def configs(group, partial=False, cost=None):
+    """One row per policy: outcomes, energy per trajectory and per goal with intervals, paired differences to a reference policy."""
+    cost = cost or {}
+    rows = group.rows
+    policies = sorted(rows["policy"].unique())
+    reference = "summarize-off" if "summarize-off" in policies else policies[0]
+    tasks = sorted(rows["task"].unique())
+    sums, out = {}, []
+    for policy in policies:
+        r = rows[rows["policy"] == policy]
+        gone = int(r["planned_only"].sum())
+        pending = gone if partial else 0
+        count = {o: int((r["outcome"] == o).sum()) for o in ("success", "fail", "unscored")}
+        count["unscored"] -= pending
+        planned, missing = len(r), gone - pending
+        if count["success"] + count["fail"] + count["unscored"] + pending != planned:
+            raise AssertionError(f"{policy}: outcomes do not add up to the {planned} planned runs")
+        s = sums[policy] = per_task_sums(r, tasks)
+        n = s["n"].sum()
+        energy = r["total_j"].to_numpy(float)
+        scored = (r["outcome"] != "unscored").to_numpy()
+        extra = r[["setup_j", "verifier_j"]].to_numpy(float)
+        success, spent = goals_per_joule(s)
+        row = {**group.head(), "policy": policy, "planned": planned, "n": planned - gone, **count}
+        row |= {
+            "missing": missing,
+            "pending": pending,
+            "tasks": int((s["n"] > 0).sum()),
+            "no_energy": int((scored & np.isnan(energy)).sum()),
+        }
+        row |= columns("success_rate", rate_interval(s["success"][s["n"] > 0], s["n"][s["n"] > 0]))
+        known = s["known"].sum() > 0
+        per_trajectory = ratio_interval(s["energy"], s["known"]).clip(lo=0)
+        row |= columns("energy_per_trajectory_j", per_trajectory)
+        row["spent_j"] = float(s["energy"].sum()) if known else None
+        lost = energy[~scored & np.isfinite(energy)]
+        row["infra_j"] = float(lost.sum()) if len(lost) else (0.0 if count["unscored"] == 0 else None)
+        row["setup_verifier_j"] = float(np.nansum(extra)) if np.isfinite(extra).any() else None
+        goal = inverse(ratio_interval(success, spent)) if known else NOTHING
+        row |= columns("energy_per_goal_j", goal)
+        bound = None
+        if known and n and success.sum() == 0:
+            bound = per_trajectory.value / clopper_pearson_upper(0, int(n))
+        row["energy_per_goal_lower_bound_j"] = bound
+        # Bounds over what the unscored runs might have been; one that left no energy is taken at the mean of its policy.
+        if known and count["unscored"]:
+            everything = float(spent.sum() + lost.sum() + (count["unscored"] - len(lost)) * per_trajectory.value)
+            row["energy_per_goal_if_unscored_fail_j"] = everything / count["success"] if count["success"] else None
+            row["energy_per_goal_if_unscored_succeed_j"] = everything / (count["success"] + count["unscored"])
+        else:
+            row["energy_per_goal_if_unscored_fail_j"] = row["energy_per_goal_if_unscored_succeed_j"] = goal.value
+        row["interval"] = per_trajectory.method
+        for name, key in (("carbon", "carbon"), ("price", "price")):
+            if cost.get(key) is not None:
+                per_joule = cost[key] * cost.get("pue", 1.0) / 3.6e6
+                unit = "_g" if name == "carbon" else ""
+                row[f"{name}_per_trajectory{unit}"] = per_trajectory.value * per_joule if per_trajectory.value is not None else None
+                row[f"{name}_per_goal{unit}"] = goal.value * per_joule if goal.value is not None else None
+        if cost:
+            row["pue"] = cost.get("pue", 1.0)
+        out.append(row)
+    for row in out:
+        row |= {"reference_policy": reference if len(policies) > 1 else None}
+        if row["policy"] != reference:
+            row |= policy_difference(sums[row["policy"]], sums[reference], group.measured)
+    return out
+
+
+def columns(name, e):
+    return {name: e.value, f"{name}_lo": e.lo, f"{name}_hi": e.hi}
+
+
+def policy_difference(a, b, _measured):
+    """Policy minus reference on the tasks that both have scored, paired by task; energy per goal as a ratio."""
+    both = (a["known"] > 0) & (b["known"] > 0)
+    m = int(both.sum())
+    row = {"paired_tasks": m}
+    if m == 0:
+        return row
+    one = np.ones(m)
+    energy = (a["energy"] / np.maximum(a["known"], 1) - b["energy"] / np.maximum(b["known"], 1))[both]
+    rate = (a["success"] / np.maximum(a["n"], 1) - b["success"] / np.maximum(b["n"], 1))[both]
+    for name, d in (("energy_difference_j", energy), ("success_rate_difference", rate)):
+        row |= columns(name, ratio_interval(d, one)) | {f"{name}_p": sign_flip_p(d)}
+    if a["success"][both].sum() and b["success"][both].sum():
+        # log ratio of goals per joule, linearised over tasks: influence of policy minus influence of reference
+        parts = []
+        for s in (a, b):
+            success, spent = goals_per_joule(s)
+            value, _, influence = linearised(success[both], spent[both])
+            parts.append((math.log(value), influence / value))
+        log_ratio, influence = parts[1][0] - parts[0][0], parts[1][1] - parts[0][1]
+        ratio = Estimate(math.exp(log_ratio))
+        if m >= MIN_TASKS_T:
+            half = t_quantile(0.5 + LEVEL / 2, m - 1) * math.sqrt(m / (m - 1) * float(influence @ influence))
+            ratio = Estimate(math.exp(log_ratio), math.exp(log_ratio - half), math.exp(log_ratio + half), "t")
+        row |= columns("energy_per_goal_ratio", ratio)
+    return row
+
+
+# ------------------------------------------------------------------------------------------- retry budget and cut-off
+
+
+def retry_task(success, energy, k):
+    """(probability of a success, expected joules) when the attempts are drawn in random order and stop at the first success.
+
+    None when k exceeds the number of attempts: what a further attempt would have done is not known.
+    """
+    n, c = len(success), int(np.sum(success))
+    if k > n or k < 1:
+        return None
+    fails = n - c
+    good = float(np.mean(energy[success])) if c else 0.0
+    bad = float(np.mean(energy[~success])) if fails else 0.0
+    expected, reach = 0.0, 1.0  # reach: probability that the first j attempts all failed, C(fails, j) / C(n, j)
+    for j in range(k):
+        expected += reach * (c * good + (fails - j) * bad) / (n - j)
+        reach *= (fails - j) / (n - j)
+        if reach == 0:
+            break
+    return 1 - reach, expected
+
+
+def retry_budget(group):
+    """One row per policy and k; tasks with fewer than k attempts are left out of that k and counted."""
+    rows = group.scored
+    out = []
+    for policy in sorted(rows["policy"].unique()):
+        r = rows[rows["policy"] == policy]
+        success, energy = (r["outcome"] == "success").to_numpy(), r["total_j"].to_numpy(float)
+        cells = [np.asarray(i) for _, i in sorted(r.groupby("task", sort=True).indices.items())]
+        for k in range(1, min(max(map(len, cells)), MAX_RETRIES) + 1):
+            found = [x for x in (retry_task(success[i], energy[i], k) for i in cells) if x is not None]
+            p, e = (np.array(v) for v in zip(*found, strict=True))
+            m = np.ones(len(p))
+            row = {**group.head(), "policy": policy, "k": k, "tasks": len(p), "tasks_with_fewer_attempts": len(cells) - len(p)}
+            row |= columns("success_within_k", rate_interval(p, m) if set(np.unique(p)) <= {0.0, 1.0} else ratio_interval(p, m).clip(0, 1))
+            row |= columns("expected_energy_j", ratio_interval(e, m).clip(lo=0))
+            row |= columns("energy_per_success_j", inverse(ratio_interval(p, e)))
+            out.append(row)
+    return out
+
+
+def cutoff(group):
+    """Descriptive curve (stop an attempt at x joules) and, from 5 tasks, a cut-off chosen on the other tasks and scored on each."""
+    rows = group.scored
+    out = []
+    for policy in sorted(rows["policy"].unique()):
+        r = rows[rows["policy"] == policy]
+        success, energy = (r["outcome"] == "success").to_numpy(), r["total_j"].to_numpy(float)
+        tasks, codes = np.unique(r["task"].to_numpy(str), return_inverse=True)
+        m = len(tasks)
+        head = {**group.head(), "policy": policy}
+        if not success.any():
+            continue
+        # Only the energy of a success can be optimal: anything between two of them costs more and wins nothing.
+        candidates = np.unique(energy[success])
+        if len(candidates) > 60:
+            candidates = np.unique(np.quantile(energy[success], np.linspace(0, 1, 60), method="higher"))
+        candidates = np.append(candidates, max(energy.max(), candidates[-1]))
+        spent = np.stack([np.bincount(codes, weights=np.minimum(energy, x), minlength=m) for x in candidates], axis=1)
+        won = np.stack([np.bincount(codes, weights=success & (energy <= x), minlength=m) for x in candidates], axis=1)
+        for x, s, w in zip(candidates, spent.sum(axis=0), won.sum(axis=0), strict=True):
+            out.append(
+                {**head, "kind": "descriptive", "cutoff_j": float(x), "tasks": m, "n": len(r), "successes_kept": int(w)}
+                | {"successes_lost": int(success.sum() - w), "spent_j": float(s), "energy_per_success_j": float(s / w) if w else None}
+            )
+        if m < MIN_TASKS_T:
+            continue
+        rest_spent, rest_won = spent.sum(axis=0) - spent, won.sum(axis=0) - won
+        with np.errstate(divide="ignore", invalid="ignore"):
+            price = np.where(rest_won > 0, rest_spent / rest_won, np.inf)
+        chosen = np.where(np.isfinite(price).any(axis=1), price.argmin(axis=1), len(candidates) - 1)
+        i = np.arange(m)
+        held_spent, held_won = spent[i, chosen], won[i, chosen].astype(float)
+        all_spent, all_won = np.bincount(codes, weights=energy, minlength=m), np.bincount(codes, weights=success, minlength=m)
+        row = {**head, "kind": "held-out", "cutoff_j": float(np.median(candidates[chosen])), "tasks": m, "n": len(r)}
+        row |= {
+            "successes_kept": int(held_won.sum()),
+            "successes_lost": int(all_won.sum() - held_won.sum()),
+            "spent_j": float(held_spent.sum()),
+        }
+        row |= columns("energy_per_success_j", inverse(ratio_interval(held_won, held_spent)))
+        if held_won.sum():
+            with_cut, without = linearised(held_won, held_spent), linearised(all_won, all_spent)
+            log_ratio = math.log(without[0] / with_cut[0])
+            d = without[2] / without[0] - with_cut[2] / with_cut[0]
+            half = t_quantile(0.5 + LEVEL / 2, m - 1) * math.sqrt(m / (m - 1) * float(d @ d))
+            row |= {
+                "saving": 1 - math.exp(log_ratio),
+                "saving_lo": 1 - math.exp(log_ratio + half),
+                "saving_hi": 1 - math.exp(log_ratio - half),
+            }
+            row["recommended"] = "yes" if row["saving_lo"] > 0 else "no"
+        else:
+            row["recommended"] = "no"
+        out.append(row)
+    return out
+
+
+# ---------------------------------------------------------------------------------------------------------- output
+
+CONFIG_COLUMNS = TABLE_KEYS + [
+    *["policy", "planned", "n", "success", "fail", "unscored", "missing", "pending", "tasks", "no_energy", "success_rate"],
+    *["success_rate_lo", "success_rate_hi", "energy_per_trajectory_j", "energy_per_trajectory_j_lo", "energy_per_trajectory_j_hi"],
+    *["spent_j", "infra_j", "setup_verifier_j", "energy_per_goal_j", "energy_per_goal_j_lo", "energy_per_goal_j_hi"],
+    *["energy_per_goal_lower_bound_j", "energy_per_goal_if_unscored_fail_j", "energy_per_goal_if_unscored_succeed_j", "interval"],
+    *["reference_policy", "paired_tasks", "energy_difference_j", "energy_difference_j_lo", "energy_difference_j_hi"],
+    *["energy_difference_j_p", "success_rate_difference", "success_rate_difference_lo", "success_rate_difference_hi"],
+    *["success_rate_difference_p", "energy_per_goal_ratio", "energy_per_goal_ratio_lo", "energy_per_goal_ratio_hi"],
+]
+PREDICTOR_COLUMNS = (
+    TABLE_KEYS
+    + [
+        *["predictor", "kind", "fitted", "target", "n", "tasks", "circular"],
+    ]
+    + [f"{m}{end}" for m in ("mape", "mdape", "mae_j", "r2", "spearman") for end in ("", "_lo", "_hi")]
+)
+PAIRED_COLUMNS = TABLE_KEYS + [
+    *["target", "kind", "compared", "n", "tasks", "best", "best_mape", "runner_up", "runner_up_mape", "difference"],
+    *["difference_lo", "difference_hi", "p_sign_flip", "interval", "circular"],
+]
+SHARE_COLUMNS = TABLE_KEYS + [
+    *["task", "policy", "n", "tasks", "total_j", "total_s", "model_j", "model_share", "command_j", "command_share", "waiting_j"],
+    *["waiting_share"],
+]
+RETRY_COLUMNS = TABLE_KEYS + [
+    *["policy", "k", "tasks", "tasks_with_fewer_attempts", "success_within_k", "success_within_k_lo", "success_within_k_hi"],
+    *["expected_energy_j", "expected_energy_j_lo", "expected_energy_j_hi", "energy_per_success_j", "energy_per_success_j_lo"],
+    *["energy_per_success_j_hi"],
+]
+CUTOFF_COLUMNS = TABLE_KEYS + [
+    *["policy", "kind", "cutoff_j", "tasks", "n", "successes_kept", "successes_lost", "spent_j", "energy_per_success_j"],
+    *["energy_per_success_j_lo", "energy_per_success_j_hi", "saving", "saving_lo", "saving_hi", "recommended"],
+]
+
+
+def plain(value):
+    """A value for CSV and JSON: numpy types unwrapped, anything that is not a finite number or text as None."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float):
+        return float(f"{value:.10g}") if math.isfinite(value) else None
+    return value
+
+
+def write_atomic(path, data):
+    """Write text or bytes under a temporary name, then rename: a reader never sees half a file."""
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_bytes(data if isinstance(data, bytes) else data.encode())
+    os.replace(temporary, path)
+
+
+def write_csv(path, rows, first):
+    """Rows (dicts) as CSV, columns `first` in this order, then what else occurs; a missing value is an empty cell."""
+    names = first + [c for c in dict.fromkeys(c for r in rows for c in r) if c not in first]
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(names)
+    for r in rows:
+        writer.writerow(["" if (v := plain(r.get(c))) is None else v for c in names])
+    write_atomic(path, out.getvalue())
+
+
+def joules(value, digits=3):
+    """1234 -> '1.23 kJ'."""
+    if value is None or not math.isfinite(value):
+        return "–"
+    for limit, unit in ((1e6, "MJ"), (1e3, "kJ"), (0, "J")):
+        if abs(value) >= limit * 0.9995 or limit == 0:
+            return f"{significant(value / (limit or 1), digits)} {unit}"
+    return "–"
+
+
+def significant(value, digits=3):
+    if value == 0 or not math.isfinite(value):
+        return "0" if value == 0 else "–"
+    decimals = digits - 1 - math.floor(math.log10(abs(value)))
+    rounded = round(value, decimals)
+    return f"{rounded:.{max(0, digits - 1 - math.floor(math.log10(abs(rounded)))) if rounded else 0}f}"
+
+
+def percent(value, digits=0):
+    return "–" if value is None or not math.isfinite(value) else f"{100 * value:.{digits}f} %"
+
+
+def span(row, name, show):
+    """'10 kJ to 15 kJ' from the limits of a row; an open upper end is said in words; '' without an interval."""
+    lo, hi = row.get(f"{name}_lo"), row.get(f"{name}_hi")
+    if lo is None and hi is None:
+        return ""
+    if hi is None:
+        return f"{show(lo)} or more"
+    return f"{show(lo) if lo is not None else '0'} to {show(hi)}"
+
+
+def short_policies(policies):
+    """Policies without the prefix that all of them share: summarize-off, summarize-8k -> off, 8k."""
+    policies = list(policies)
+    prefix = os.path.commonprefix(policies)
+    prefix = prefix[: prefix.rfind("-") + 1]
+    return {p: p[len(prefix) :] if len(policies) > 1 and prefix else p for p in policies}
+
+
+def behaviour_words(group):
+    return {
+        "live": "live",
+        "recorded": "replay of recorded trajectories",
+        "authored": "replay of authored replies",
+        "replay": "replay of recordings of unknown origin",
+    }[group.key["behaviour"]]
+
+
+def source_words(group):
+    source = group.key["source"]
+    if source == "measured":
+        return "energy measured"
+    if source == "":
+        return "no energy"
+    return "energy estimated from busy time" if source == "estimated" else f"energy {source} from busy time"
+
+
+def stamp(group):
+    """The line under every figure: what these rows are."""
+    r = group.scored
+    return f"{behaviour_words(group)} · {source_words(group)} · {len(r)} trajectories, {r['task'].nunique()} tasks"
+
+
+# ---------------------------------------------------------------------------------------------------------- figures
+
+BLUE, ORANGE, GREY = "#0b5a94", "#e08e0b", "#c3c9d0"  # told apart in grey too: dark, middle, light
+MARKERS = "osD^vP*X"
+FIGURE_WIDTH = 3.6  # inches; one column of a paper, and 8 point letters are still read on a phone
+
+
+def figure_style():
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update(
+        {
+            "font.family": "DejaVu Sans",
+            "font.size": 8,
+            "axes.titlesize": 8.5,
+            "axes.labelsize": 8,
+            "xtick.labelsize": 7.5,
+            "ytick.labelsize": 7.5,
+            "legend.fontsize": 7.5,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "axes.axisbelow": True,
+            "svg.hashsalt": "trajoule",
+            "pdf.fonttype": 42,
+            "hatch.linewidth": 0.6,
+        }
+    )
+    return plt
+
+
+def save(plt, figure, out, name, formats):
+    """Write the figure as PNG and as what else was asked for; the same input gives the same bytes."""
+    figure.text(0.995, 0.004, figure.stamp, ha="right", va="bottom", fontsize=5.6, color="#5a6675")
+    for f in dict.fromkeys(["png", *formats]):
+        buffer = io.BytesIO()
+        metadata = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None, "Producer": None}}[f]
+        figure.savefig(buffer, format=f, dpi=220, metadata=metadata)
+        write_atomic(out / f"{name}.{f}", buffer.getvalue())
+    plt.close(figure)
+    return out / f"{name}.png"
+
+
+def shorten(text, n):
+    return text if len(text) <= n else text[: n - 1] + "…"
+
+
+def draw_shares(plt, group, rows):
+    """Where the energy goes: share of model, command and waiting for each task and policy."""
+    cells = [r for r in rows if r["task"] != "(all tasks)"]
+    note = ""
+    if len(cells) > 40:
+        cells = sorted(cells, key=lambda r: (-r["total_j"] * r["n"], r["task"], r["policy"]))[:40]
+        note = ", the 40 with most energy"
+    cells = sorted(cells, key=lambda r: (r["task"], r["policy"]))
+    short = short_policies(sorted({r["policy"] for r in cells}))
+    height = 0.95 + 0.21 * len(cells)
+    figure, ax = plt.subplots(figsize=(FIGURE_WIDTH, height))
+    figure.stamp = stamp(group)
+    for i, r in enumerate(cells):
+        left = 0.0
+        for p, colour in zip(PHASES, (BLUE, ORANGE, GREY), strict=True):
+            for d, hatch in zip(group.domains, (None, "////", "...."), strict=False):
+                share = r.get(f"{d}_{p}_share")
+                if share:
+                    ax.barh(i, 100 * share, left=left, height=0.74, color=colour, hatch=hatch, edgecolor="white", linewidth=0.4)
+                    left += 100 * share
+        ax.text(101.5, i, joules(r["total_j"]), va="center", fontsize=7, clip_on=False)
+    labels = [shorten(r["task"], 20) + (f" · {short[r['policy']]}" if len(short) > 1 else "") for r in cells]
+    ax.set_yticks(range(len(cells)), labels)
+    ax.tick_params(axis="y", length=0)
+    ax.set(xlim=(0, 100), ylim=(len(cells) - 0.4, -0.6), xlabel=f"share of a trajectory's energy, %{note}")
+    ax.spines["left"].set_visible(False)
+    handles = [plt.Rectangle((0, 0), 1, 1, color=c) for c in (BLUE, ORANGE, GREY)]
+    names = ["model calls", "commands", "waiting"]
+    if len(group.domains) > 1:
+        for d, hatch in zip(group.domains, (None, "////", "...."), strict=False):
+            handles.append(plt.Rectangle((0, 0), 1, 1, facecolor="#8a8a8a", hatch=hatch, edgecolor="white", linewidth=0.4))
+            names.append(d.upper())
+    figure.subplots_adjust(left=min(0.46, 0.05 + 0.0165 * max(map(len, labels))), right=0.86, top=1 - 0.3 / height, bottom=0.55 / height)
+    figure.legend(
+        handles,
+        names,
+        loc="upper center",
+        ncols=len(names),
+        frameon=False,
+        handlelength=1,
+        columnspacing=0.9,
+        handletextpad=0.4,
+        borderpad=0.2,
+    )
+    return figure
+
+
+def draw_scatter(plt, group, kept, table):
+    """Predicted against measured energy on tasks not seen: the best predictor of each kind, and the call model."""
+    y, found = kept["total_j"]
+    mape = {r["predictor"]: r.get("mape") for r in table if r["target"] == "total_j"}
+    chosen = []
+    for kind in ("ex-ante", "early", "post-hoc"):
+        some = [p for p in found if p.kind == kind and mape.get(p.name) is not None and p.fitted != "no"]
+        if kind == "early":  # families differ in the trajectories they cover; the one with most is shown
+            n = {p.family: np.isfinite(p.values).sum() for p in some}
+            most = max(n.values(), default=0)
+            some = [p for p in some if n[p.family] == most]
+        if some:
+            chosen.append((kind, min(some, key=lambda p: (mape[p.name], p.name))))
+    chosen += [("post-hoc, not fitted", p) for p in found if p.fitted == "no" and mape.get(p.name) is not None]
+    if not chosen:
+        return None
+    rows_n = (len(chosen) + 1) // 2
+    figure, axes = plt.subplots(rows_n, 2, figsize=(FIGURE_WIDTH, 1.85 * rows_n + 0.3), squeeze=False)
+    figure.stamp = stamp(group) + ("" if group.measured else " · circular")
+    policies = sorted(group.scored["policy"].unique())
+    of_row = group.scored["policy"].to_numpy(str)
+    values = np.concatenate([y[y > 0], *[p.values[np.isfinite(p.values) & (p.values > 0)] for _, p in chosen]])
+    lo, hi = values.min() / 1.4, values.max() * 1.4
+    for ax, (kind, p) in zip(axes.flat, chosen, strict=False):
+        ax.fill_between([lo, hi], [lo * 0.8, hi * 0.8], [lo * 1.2, hi * 1.2], color="#eceff2", linewidth=0)
+        ax.plot([lo, hi], [lo, hi], color="#5a6675", linewidth=0.8)
+        for i, policy in enumerate(policies):
+            use = (of_row == policy) & np.isfinite(p.values)
+            colour = plt.get_cmap("cividis")(0.1 + 0.75 * i / max(1, len(policies) - 1))
+            ax.scatter(
+                y[use],
+                p.values[use],
+                s=13,
+                marker=MARKERS[i % len(MARKERS)],
+                facecolor="none",
+                edgecolor=colour,
+                linewidth=0.9,
+                label=policy,
+            )
+        ax.set(xscale="log", yscale="log", xlim=(lo, hi), ylim=(lo, hi), aspect="equal")
+        ax.set_title(f"{kind}\n{shorten(p.name, 27)}\nMAPE {percent(mape[p.name])}", fontsize=7)
+        for axis in (ax.xaxis, ax.yaxis):
+            log_ticks(axis, lo, hi)
+        ax.tick_params(labelsize=6.5)
+    for ax in axes.flat[len(chosen) :]:
+        ax.set_visible(False)
+    handles, labels = axes.flat[0].get_legend_handles_labels()
+    figure.supxlabel(f"{'measured' if group.measured else 'estimated'} energy of a trajectory, kJ", fontsize=8, y=0.045)
+    figure.supylabel("predicted, kJ", fontsize=8, x=0.01)
+    top = 0.0
+    if len(labels) > 1:
+        figure.legend(handles, labels, loc="upper center", ncols=min(3, len(labels)), frameon=False, handletextpad=0.2)
+        top = 0.22
+    h = 1.85 * rows_n + 0.3
+    figure.subplots_adjust(left=0.15, right=0.97, top=1 - (0.46 + top) / h, bottom=0.52 / h, wspace=0.38, hspace=0.62)
+    return figure
+
+
+def log_ticks(axis, lo, hi):
+    """Few labelled ticks in kJ on a logarithmic axis in joules: 1-2-5 steps, thinned to at most five."""
+    ticks = [
+        m * 10.0**e for e in range(math.floor(math.log10(lo)), math.ceil(math.log10(hi)) + 1) for m in (1, 2, 5) if lo <= m * 10.0**e <= hi
+    ]
+    while len(ticks) > 5:
+        ticks = ticks[::2]
+    axis.set_ticks(ticks, [f"{t / 1000:g}" for t in ticks])
+    axis.set_minor_locator(__import__("matplotlib").ticker.NullLocator())
+
+
+def draw_configs(plt, group, rows):
+    """Energy per accomplished goal and per trajectory under each context policy, with intervals."""
+    rows = [r for r in rows if r["energy_per_trajectory_j"] is not None]
+    if not rows:
+        return None
+    height = 1.05 + 0.42 * len(rows)
+    figure, ax = plt.subplots(figsize=(FIGURE_WIDTH, height))
+    figure.stamp = stamp(group)
+    for i, r in enumerate(rows):
+        for name, offset, marker, colour in (("energy_per_trajectory_j", -0.16, "o", GREY), ("energy_per_goal_j", 0.16, "D", BLUE)):
+            value, lo, hi = r[name], r.get(f"{name}_lo"), r.get(f"{name}_hi")
+            edge = "#5a6675" if colour == GREY else colour
+            if value is None:
+                bound = r["energy_per_goal_lower_bound_j"]
+                if bound is not None:  # an arrow: no goal was accomplished, the cost is somewhere to the right
+                    ax.annotate(
+                        "", (bound * 1.35, i + offset), (bound, i + offset), arrowprops={"arrowstyle": "-|>", "color": BLUE, "lw": 1.2}
+                    )
+                    ax.plot([bound], [i + offset], marker="|", color=BLUE, markersize=9)
+                    ax.annotate(f"at least {joules(bound)}", (bound, i + offset), (3, 5), textcoords="offset points", fontsize=7)
+                continue
+            if lo is not None and hi is not None:
+                ax.plot([lo, hi], [i + offset] * 2, color=edge, linewidth=1.4, solid_capstyle="butt")
+            ax.plot([value], [i + offset], marker, markersize=5.5, markerfacecolor=colour, markeredgecolor=edge)
+            ax.annotate(joules(value), (value, i + offset), (0, 5), textcoords="offset points", fontsize=7, ha="center")
+    ax.set_yticks(range(len(rows)), [shorten(r["policy"], 18) for r in rows])
+    ax.set_ylim(len(rows) - 0.45, -0.6)
+    left, right = ax.get_xlim()
+    ax.set_xlim(0, right + 0.08 * (right - left))
+    ax.xaxis.set_major_formatter(lambda v, _: f"{v / 1000:g}")
+    ax.locator_params(axis="x", nbins=6)
+    ax.set_xlabel("energy, kJ")
+    ax.grid(axis="x", color="#e6eaee", linewidth=0.6)
+    handles = [
+        plt.Line2D([], [], marker=m, linestyle="", markerfacecolor=c, markeredgecolor=e)
+        for m, c, e in (("o", GREY, "#5a6675"), ("D", BLUE, BLUE))
+    ]
+    figure.legend(handles, ["per trajectory", "per accomplished goal"], loc="upper center", ncols=2, frameon=False, handletextpad=0.2)
+    figure.subplots_adjust(
+        left=0.05 + 0.0165 * max(len(shorten(r["policy"], 18)) for r in rows), right=0.96, top=1 - 0.3 / height, bottom=0.58 / height
+    )
+    return figure
+
+
+def draw_retry(plt, group, rows):
+    """Success against expected energy when up to k attempts are allowed."""
+    if max((r["k"] for r in rows), default=0) < 2:
+        return None
+    figure, ax = plt.subplots(figsize=(FIGURE_WIDTH, 2.7))
+    figure.stamp = stamp(group)
+    policies = sorted({r["policy"] for r in rows})
+    for i, policy in enumerate(policies):
+        mine = [r for r in rows if r["policy"] == policy]
+        colour = plt.get_cmap("cividis")(0.1 + 0.75 * i / max(1, len(policies) - 1))
+        x, y = [r["expected_energy_j"] / 1000 for r in mine], [100 * r["success_within_k"] for r in mine]
+        ax.plot(x, y, marker=MARKERS[i % len(MARKERS)], markersize=4.5, color=colour, linewidth=1, markerfacecolor="white", label=policy)
+        for r, a, b in zip(mine, x, y, strict=True):
+            if r.get("success_within_k_lo") is not None:
+                ax.plot([a, a], [100 * r["success_within_k_lo"], 100 * r["success_within_k_hi"]], color=colour, linewidth=0.7, alpha=0.6)
+            if len(mine) <= 6:
+                ax.annotate(str(r["k"]), (a, b), (4, -8), textcoords="offset points", fontsize=7)
+    ax.set(xlabel="expected energy per task, kJ", ylabel="tasks solved within k attempts, %", ylim=(-4, 104))
+    ax.set_xlim(left=0)
+    ax.grid(color="#e6eaee", linewidth=0.6)
+    ax.legend(frameon=False, loc="best")
+    figure.subplots_adjust(left=0.14, right=0.96, top=0.96, bottom=0.2)
+    return figure
+
+
+# ----------------------------------------------------------------------------------------------------------- report
+
+
+def tag(name, text, **attributes):
+    extra = "".join(f' {k.rstrip("_").replace("_", "-")}="{html.escape(str(v))}"' for k, v in attributes.items())
+    return f"<{name}{extra}>{text}</{name}>"
+
+
+esc = html.escape
+
+
+def html_table(caption, head, rows, css="stack"):
+    """Rows are lists of ready HTML cells, or a string for a row that spans the table. On a phone each row becomes a block."""
+    out = [
+        f'<table class="{css}"><caption>{caption}</caption><thead><tr>{"".join(tag("th", h, scope="col") for h in head)}</tr></thead><tbody>'
+    ]
+    for r in rows:
+        if isinstance(r, str):
+            out.append(f'<tr class="part"><td colspan="{len(head)}">{r}</td></tr>')
+        else:
+            cells = (tag("td", f"<span>{c}</span>", data_label=re.sub("<[^>]*>", "", h)) for h, c in zip(head, r, strict=True))
+            out.append(f"<tr>{''.join(cells)}</tr>")
+    return "".join(out) + "</tbody></table>"
+
+
+def with_span(value, interval):
+    return f"{value}<small>{interval}</small>" if interval else value
+
+
+def embed(path, alt, caption):
+    if path is None:
+        return ""
+    data = base64.b64encode(Path(path).read_bytes()).decode()
+    return f'<figure><img alt="{esc(alt)}" src="data:image/png;base64,{data}"><figcaption>{caption}</figcaption></figure>'
+
+
+def interval_words(row, name, show):
+    s = span(row, name, show)
+    tasks = f"{row['tasks']} task{'s' * (row['tasks'] != 1)}"
+    return f"95 % interval {s}; {tasks}" if s else f"no interval: {tasks}"
+
+
+def answer_goal(row):
+    """One sentence on what a goal cost under a policy."""
+    policy = f"<code>{esc(row['policy'])}</code>"
+    attempts = row["success"] + row["fail"]
+    if row["energy_per_goal_j"] is not None:
+        return (
+            f"Under {policy} an accomplished goal took <strong>{joules(row['energy_per_goal_j'])}</strong> "
+            f"({interval_words(row, 'energy_per_goal_j', joules)}): {row['success']} of {attempts} scored attempts succeeded."
+        )
+    if row["energy_per_goal_lower_bound_j"] is not None:
+        return (
+            f"Under {policy} none of {attempts} scored attempts succeeded. They spent {joules(row['spent_j'])}, so a goal costs "
+            f"<strong>at least {joules(row['energy_per_goal_lower_bound_j'])}</strong> (with 95 % confidence)."
+        )
+    if attempts == 0:
+        return f"Under {policy} no attempt could be scored ({row['unscored']} unscored, {row['pending']} pending), so nothing is known about the energy of a goal."
+    return f"Under {policy} no attempt has a known energy."
+
+
+def overall_shares(rows):
+    """The row over all tasks (and all policies, where there are several)."""
+    whole = [r for r in rows if r["task"] == "(all tasks)"]
+    return whole[-1] if whole else None
+
+
+def closure(group):
+    """Median, median size and number of the headline closure error."""
+    v = group.rows["closure_model_above_idle"].to_numpy(float)
+    v = v[np.isfinite(v)]
+    return (float(np.median(v)), float(np.median(np.abs(v))), len(v)) if len(v) else None
+
+
+def answer_shares(row):
+    if not row:
+        return ""
+    ci = span(row, "model_share", percent)
+    return (
+        f"Model calls took <strong>{percent(row['model_share'])}</strong> of the energy{f' (95 % interval {ci})' if ci else ''}, "
+        f"commands {percent(row['command_share'])}, waiting {percent(row['waiting_share'])}."
+    )
+
+
+def answer_prediction(group, table, paired):
+    rows = [r for r in table if r["target"] == "total_j" and r.get("mape") is not None]
+    if not rows:
+        return "How well energy can be foretold cannot be said here: a predictor needs at least two tasks, one to learn from and one to be tested on."
+    if not group.measured:
+        return "Predictors are listed below only to show the method: where energy is busy time times a stated power, foretelling it from time or tokens is circular."
+    best = []
+    for kind, words in (("ex-ante", "before the start"), ("post-hoc", "afterwards")):
+        some = [r for r in rows if r["kind"] == kind]
+        if some:
+            r = min(some, key=lambda r: (r["mape"], r["predictor"]))
+            best.append(f"{words} the best predictor ({esc(r['predictor'])}) is off by {percent(r['mape'])} on average")
+    text = "; ".join(best)
+    return text[:1].upper() + text[1:] + ", each scored on tasks that it has not seen." if text else ""
+
+
+def notice(group):
+    """The banner: what must be known before any number is read."""
+    out = []
+    b = group.key["behaviour"]
+    if b == "authored":
+        out.append(
+            "<strong>Authored replies.</strong> The agent's replies in these trajectories were written by hand and replayed; its commands, the model's work, time and "
+            "energy are real. Outcomes, energy per goal, retries and the comparison of policies show how the method works and are no findings about any model."
+        )
+    elif b in ("recorded", "replay"):
+        out.append(
+            "<strong>Replayed trajectories.</strong> The agent's replies come from recordings"
+            + (" whose origin is not stated" if b == "replay" else "")
+            + ". Energy and time are of this machine; outcomes are those of the recordings."
+        )
+    if group.key["source"] not in ("measured", ""):
+        out.append(
+            f"<strong>Estimated energy.</strong> {esc(group.key['source'].capitalize())}: no energy counter was readable, so joules are busy time "
+            "times a stated power. Differences between rows are differences in processor time; anything that foretells energy from time is circular."
+        )
+    return f'<div class="notice">{"".join(tag("p", t) for t in out)}</div>' if out else ""
+
+
+def config_table(group, rows, cost):
+    head = [
+        "policy",
+        "planned",
+        "success / fail / unscored",
+        "success rate",
+        "energy per trajectory",
+        "energy per goal",
+        "if unscored fail / succeed",
+    ]
+    extra = [n for n in ("carbon", "price") if cost.get(n) is not None]
+    head += [{"carbon": "CO₂ per goal", "price": "price per goal"}[n] for n in extra]
+    body = []
+    for r in rows:
+        outcomes = f"{r['success']} / {r['fail']} / {r['unscored']}" + (f" + {r['pending']} pending" if r["pending"] else "")
+        goal = with_span(joules(r["energy_per_goal_j"]), span(r, "energy_per_goal_j", joules))
+        if r["energy_per_goal_j"] is None and r["energy_per_goal_lower_bound_j"] is not None:
+            goal = with_span(f"≥ {joules(r['energy_per_goal_lower_bound_j'])}", f"{joules(r['spent_j'])} spent")
+        cells = [esc(r["policy"]), str(r["planned"]), outcomes, with_span(percent(r["success_rate"]), span(r, "success_rate", percent))]
+        cells += [with_span(joules(r["energy_per_trajectory_j"]), span(r, "energy_per_trajectory_j", joules)), goal]
+        cells += [f"{joules(r['energy_per_goal_if_unscored_fail_j'])} / {joules(r['energy_per_goal_if_unscored_succeed_j'])}"]
+        for n in extra:
+            value = r.get("carbon_per_goal_g" if n == "carbon" else "price_per_goal")
+            cells.append("–" if value is None else f"{significant(value)}{' g' if n == 'carbon' else ''}")
+        body.append(cells)
+    return html_table(f"Outcomes and energy per context policy ({esc(stamp(group))}).", head, body)
+
+
+def difference_sentences(group, rows):
+    out = []
+    for r in rows:
+        if r.get("paired_tasks"):
+            text = (
+                f"On the {r['paired_tasks']} task(s) that both have, <code>{esc(r['policy'])}</code> took {signed_joules(r['energy_difference_j'])} per trajectory "
+                f"compared with <code>{esc(r['reference_policy'])}</code>"
+            )
+            ci = span(r, "energy_difference_j", signed_joules)
+            text += f" (95 % interval {ci}; sign-flip p = {r['energy_difference_j_p']:.2g})" if ci else " (too few tasks for an interval)"
+            if r.get("energy_per_goal_ratio") is not None:
+                ci = span(r, "energy_per_goal_ratio", lambda v: f"{v:.2f}")
+                text += f", and {r['energy_per_goal_ratio']:.2f} times the energy per goal{f' ({ci})' if ci else ''}"
+            out.append(tag("p", text + "."))
+    if out and group.key["behaviour"] != "live":
+        out.append(tag("p", "The replies were fixed beforehand, so this is no finding about the policies."))
+    return "".join(out)
+
+
+def signed_joules(v):
+    return ("+" if v > 0 else "−" if v < 0 else "") + joules(abs(v))
+
+
+def share_table(group, rows):
+    whole = [r for r in rows if r["task"] == "(all tasks)"]
+    cells = [r for r in rows if r["task"] != "(all tasks)"]
+    shown = cells if len(cells) <= 60 else sorted(cells, key=lambda r: (-r["total_j"] * r["n"], r["task"], r["policy"]))[:60]
+    body = []
+    for r in whole + shown:
+        bar = "".join(f'<i class="{p}" style="width:{100 * (r[f"{p}_share"] or 0):.2f}%"></i>' for p in PHASES)
+        words = [with_span(percent(r[f"{p}_share"]), span(r, f"{p}_share", percent)) for p in PHASES]
+        name = f"{esc(r['task'])} <small>{esc(r['policy'])}</small>"
+        domains = ", ".join(f"{d.upper()} {percent(r[f'{d}_total_share'])}" for d in group.domains)
+        body.append([name, str(r["n"]), joules(r["total_j"]), f'<span class="bar" aria-hidden="true">{bar}</span>', *words, domains])
+    caption = f"Mean energy of a trajectory and where it went ({esc(stamp(group))})."
+    if len(cells) > len(shown):
+        caption += f" The {len(shown)} rows with most energy of {len(cells)}; all are in rq2_shares.csv."
+    return html_table(caption, ["task, policy", "n", "energy", "", "model", "command", "waiting", "domains"], body)
+
+
+def predictor_table(group, table, paired):
+    head = ["predictor", "fitted", "n", "mean error (MAPE)", "median error", "mean error, J", "rank correlation"]
+    body = []
+    rows = [r for r in table if r["target"] == "total_j"]
+    for kind in dict.fromkeys(r["kind"] for r in rows):
+        words = {
+            "ex-ante": "Known before the start",
+            "ex-ante, task seen": "Known before the start, when the same task has run before (scored on the trajectory left out, not on an unseen task)",
+            "early": "After the first calls (only trajectories with so many calls; different rows cover different trajectories)",
+            "post-hoc": "Known afterwards",
+        }[kind]
+        body.append(words)
+        for r in (r for r in rows if r["kind"] == kind):
+            if r.get("mape") is None:
+                body.append([esc(r["predictor"]), r["fitted"], "0", "not scored", "–", "–", "–"])
+                continue
+            rho = "–" if r["spearman"] is None else f"{r['spearman']:.2f}"
+            ape = with_span(percent(r["mape"], 1), span(r, "mape", lambda v: percent(v, 1)))
+            body.append([esc(r["predictor"]), r["fitted"], str(r["n"]), ape, percent(r["mdape"], 1), joules(r["mae_j"]), rho])
+    circular = "" if group.measured else " <strong>Circular: the energy is itself an estimate from busy time; no claim is made.</strong>"
+    out = html_table(
+        f"Error of each predictor of a trajectory's total energy ({esc(stamp(group))}). Kinds are not to be ranked against each other.{circular}",
+        head,
+        body,
+    )
+    if group.measured:
+        lines = []
+        for r in paired:
+            if r["target"] == "total_j" and r["compared"] in ("ex-ante", "post-hoc"):
+                ci = span(r, "difference", lambda v: percent(v, 1))
+                text = f"{r['kind']}: {esc(r['best'])} beats {esc(r['runner_up'])} by {percent(r['difference'], 1)} points of MAPE on the same {r['n']} trajectories"
+                text = text.replace(" % points", " percentage points")
+                text += f" (95 % interval {ci}; sign-flip p = {r['p_sign_flip']:.2g})." if ci else " (too few tasks for an interval)."
+                lines.append(tag("li", text))
+        if lines:
+            out += f"<ul>{''.join(lines)}</ul><p class='kicker'>The best was picked on the same data, so these p values are on the optimistic side.</p>"
+    return out
+
+
+def retry_section(group, rows, cut):
+    if not rows:
+        return ""
+    head = ["policy, attempts allowed", "tasks", "tasks solved", "expected energy per task", "energy per success"]
+    body = []
+    for r in (r for r in rows if r["k"] <= 8):
+        tasks = str(r["tasks"]) + (
+            f" ({r['tasks_with_fewer_attempts']} with fewer attempts left out)" if r["tasks_with_fewer_attempts"] else ""
+        )
+        body.append(
+            [f"{esc(r['policy'])}, up to {r['k']}", tasks, with_span(percent(r["success_within_k"]), span(r, "success_within_k", percent))]
+            + [with_span(joules(r[c]), span(r, c, joules)) for c in ("expected_energy_j", "energy_per_success_j")]
+        )
+    out = html_table(f"Retrying until the first success ({esc(stamp(group))}): exact mean over all orders of the attempts.", head, body)
+    for r in cut:
+        if r["kind"] == "held-out":
+            if r["recommended"] == "yes":
+                text = (
+                    f"Stopping an attempt at about {joules(r['cutoff_j'])} saves {percent(r['saving'])} of the energy per goal under <code>{esc(r['policy'])}</code> "
+                    f"(95 % interval {span(r, 'saving', percent)}), scored on tasks that the cut-off was not chosen on; {r['successes_lost']} of "
+                    f"{r['successes_kept'] + r['successes_lost']} successes would be lost."
+                )
+            else:
+                text = f"No cut-off in joules can be recommended under <code>{esc(r['policy'])}</code>: chosen on the other tasks it does not reliably save energy on the held-out one."
+            out += tag("p", text)
+    if cut and not any(r["kind"] == "held-out" for r in cut):
+        out += tag(
+            "p",
+            f"With fewer than {MIN_TASKS_T} tasks no cut-off is recommended; energy_cutoff.csv describes what one would have done to these runs.",
+        )
+    return out
+
+
+def read_params(calib):
+    """params.json of the calibration, or None and why."""
+    if calib is None:
+        return None, None
+    path = Path(calib) / "params.json"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8-sig"))
+    except FileNotFoundError:
+        return None, f"{path} is not there; the report says nothing on the calibration"
+    except (OSError, ValueError) as e:
+        raise InputError(f"{path}: cannot be read as JSON ({e}); rerun calibrate.py or leave --calib out") from None
+    if not isinstance(found, dict):
+        raise InputError(f"{path}: found {type(found).__name__}, expected an object as calibrate.py writes it")
+    return found, None
+
+
+def calibration_words(params):
+    """(term, text) pairs for the method section, as far as the calibration has them."""
+    out = []
+    idle = params.get("idle")
+    for state in ("loaded", "bare"):
+        powers = idle.get(state) if isinstance(idle, dict) else None
+        if isinstance(powers, dict):
+            found = [
+                f"{d} {significant(v['power_w'])} W" + (f" ({v['source']})" if v.get("source") else "")
+                for d, v in sorted(powers.items())
+                if isinstance(v, dict) and isinstance(v.get("power_w"), int | float)
+            ]
+            if found:
+                out.append((f"idle power, {'model loaded' if state == 'loaded' else 'no server'}", ", ".join(found)))
+    energy = params.get("energy")
+    for domain, fit in energy.items() if isinstance(energy, dict) else ():
+        try:
+            held = fit["held_out"]["leave_one_cell_out"]["above_idle"]["mape"]
+        except (KeyError, TypeError):
+            continue
+        if isinstance(held, int | float):
+            text = f"held-out error {percent(held, 1)} of a call's energy above idle (a cell of context and output length left out)"
+            out.append((f"call model, {domain}", text))
+    return out
+
+
+def span_of_dates(group):
+    import datetime
+
+    t = group.rows["t_begin"].to_numpy(float)
+    t = t[np.isfinite(t)]
+    if not len(t):
+        return ""
+    days = [datetime.datetime.fromtimestamp(float(v), datetime.UTC).strftime("%Y-%m-%d") for v in (t.min(), t.max())]
+    return days[0] if days[0] == days[1] else f"{days[0]} to {days[1]}"
+
+
+def values_of(group, column):
+    return sorted({v for v in group.rows[column] if v})
+
+
+def method_section(group, params, cost):
+    r = group.rows
+    pairs = [
+        ("model, hardware", " on ".join(x for x in (group.key["model"], group.key["hardware"]) if x)),
+        ("agent", ", ".join(x for x in (group.key["agent"], group.key["profile"] and f"profile {group.key['profile']}") if x)),
+        (
+            "behaviour",
+            behaviour_words(group) + (f" ({', '.join(values_of(group, 'recording')[:8])})" if values_of(group, "recording") else ""),
+        ),
+        ("energy", f"{source_words(group)}; domains {group.key['total_domains'] or 'none'}"),
+        (
+            "GPU counters",
+            ", ".join(v for v in values_of(group, "gpu_source") if v != "none") if "gpu" in group.domains else "none in these totals",
+        ),
+        (
+            "CPU counters",
+            ", ".join(v for v in values_of(group, "cpu_source") if v != "none") if "cpu" in group.domains else "none in these totals",
+        ),
+        ("phases told apart by", ", ".join(values_of(group, "split_source"))),
+        ("run on", span_of_dates(group)),
+        (
+            "size",
+            f"{len(group.scored)} scored trajectories, {r['task'].nunique()} tasks, {r['policy'].nunique()} policies, concurrency {group.key['concurrency'] or 'unknown'}",
+        ),
+    ]
+    if params:
+        pairs += calibration_words(params)
+    c = closure(group)
+    if c:
+        pairs.append(
+            (
+                "closure error",
+                f"median {100 * c[0]:+.1f} % (size {percent(c[1], 1)}), {c[2]} trajectories: call model against measurement, above idle, model calls",
+            )
+        )
+    if cost:
+        bits = [f"{cost['carbon']:g} g CO₂ per kWh"] * (cost.get("carbon") is not None) + [f"{cost['price']:g} per kWh"] * (
+            cost.get("price") is not None
+        )
+        pairs.append(("carbon and price", f"{', '.join(bits)}, times a PUE of {cost.get('pue', 1):g}; energies themselves are without it"))
+    listing = "".join(f"<dt>{esc(k)}</dt><dd>{esc(str(v))}</dd>" for k, v in pairs if v)
+    return (
+        f"<dl>{listing}</dl>"
+        "<p>A trajectory's total is the energy between the start and the end of the agent's execution; it is split exactly into model calls (on the wire), commands "
+        "(terminal busy, no call running) and waiting (the rest). Energy per goal is the energy of all scored attempts, failed ones included, divided by the successes. "
+        "Predictors are fitted to the other tasks and scored on the one left out; fitted ones minimise the mean relative error with coefficients of at least zero. "
+        f"Intervals (95 %) resample whole tasks: a studentised bootstrap from {MIN_TASKS_BOOTSTRAP} tasks, the t distribution on task means from {MIN_TASKS_T}, none below. "
+        "Lower bounds at zero successes use the exact binomial limit and take attempts as independent.</p>"
+    )
+
+
+def estimated_section(group):
+    items = []
+    source = group.key["source"]
+    if source == "estimated":
+        items.append(
+            "All joules: busy time of the processors times a stated power per logical CPU, because no energy counter was readable."
+        )
+    elif source not in ("measured", ""):
+        items.append(f"Part of the joules ({esc(source)}): the estimated part is busy time times a stated power.")
+    if any("power" in s for s in values_of(group, "gpu_source")):
+        items.append("GPU energy is integrated from power readings, because the energy counter was not readable.")
+    items.append("The call model (closure error, the predictor of that name): energy from token counts and the calibration.")
+    if "dram" not in group.domains:
+        items.append("Memory is not counted: no DRAM counter is part of these totals.")
+    items.append(
+        "Not measured at all: disk, network, fans, power supply, cooling. CPU counters include everything that ran on the machine, the measuring programs too."
+    )
+    return "<ul>" + "".join(tag("li", i) for i in items) + "</ul>"
+
+
+def caveats(group, rows, notes):
+    """What to distrust about these rows, worked out from them."""
+    r, s, out = group.rows, group.scored, []
+    tasks = s["task"].nunique()
+    if tasks < MIN_TASKS_T:
+        out.append(f"{tasks} task{'s' * (tasks != 1)}: too few for any interval. The numbers describe these tasks and nothing beyond them.")
+    elif tasks < MIN_TASKS_BOOTSTRAP:
+        out.append(f"{tasks} tasks: intervals rest on the t distribution and are wide for a reason.")
+    per = s.groupby(["task", "policy"], sort=True).size()
+    if len(per) and per.min() != per.max():
+        out.append(f"Tasks have between {per.min()} and {per.max()} scored attempts; those with more weigh more.")
+    elif len(per) and per.max() == 1:
+        out.append("One attempt per task and policy: luck and task cannot be told apart, and nothing can be said on retries.")
+    total = {k: sum(row[k] for row in rows) for k in ("unscored", "missing", "pending", "no_energy", "planned")}
+    if total["unscored"]:
+        out.append(
+            f"{total['unscored']} of {total['planned']} planned runs are unscored"
+            + (f", {total['missing']} of them left no row" if total["missing"] else "")
+            + "; the table bounds what they could change."
+        )
+    if total["pending"]:
+        out.append(f"{total['pending']} of {total['planned']} planned runs are still to come: every number here is provisional.")
+    if total["no_energy"]:
+        out.append(f"{total['no_energy']} scored run(s) have no energy; energy per goal takes them at the mean of their task and policy.")
+    c = closure(group)
+    if c and c[1] > 0.1:
+        out.append(
+            f"The call model misses the energy above idle of the model calls by {percent(c[1])} (median): read its predictions as rough."
+        )
+    elif not c:
+        out.append("No closure error could be computed: estimate and measurement were never both there.")
+    coverage = s["coverage"].to_numpy(float)
+    low = int((coverage < 0.95).sum())
+    if low:
+        out.append(f"{low} trajectories have samples for less than 95 % of their time: totals hold, the split between phases is less sure.")
+    hot = int((r["throttled_s"].to_numpy(float) > 0).sum())
+    if hot:
+        out.append(f"The GPU throttled during {hot} trajectories.")
+    parts = (
+        np.nansum([s[f"{d}_{p}_j"].to_numpy(float) for d in group.domains for p in PHASES], axis=0)
+        if group.domains and len(s)
+        else np.empty(0)
+    )
+    off = int((np.abs(parts - s["total_j"].to_numpy(float)) > 1e-3 * s["total_j"].to_numpy(float) + 1e-6).sum()) if len(parts) else 0
+    if off:
+        out.append(f"In {off} trajectories the parts do not add up to the total; the shares of those are wrong.")
+    if len({v for v in r["calib_sha256"] if v}) > 1:
+        out.append("Rows rest on different calibrations; estimates from tokens are not of one kind.")
+    if (r["attribution"] == "shared").any():
+        out.append(
+            "Some calls ran at the same time as others; their energy was shared out by calibrated power, so compare shares rather than joules."
+        )
+    counted = {}
+    for text in r["flags"]:
+        for code in re.split(r"[\s,;|]+", text):
+            if code:
+                counted[code] = counted.get(code, 0) + 1
+    if counted:
+        listing = ", ".join(f"<code>{esc(k)}</code> ({v})" for k, v in sorted(counted.items(), key=lambda x: (-x[1], x[0]))[:12])
+        out.append(f"Flags raised by the alignment, with the number of trajectories: {listing}.")
+    out.append(
+        "Uncertainty of the counters' gain (the vendor's, about 5 %) is not in the intervals; it is the same for all rows and cancels in shares and ratios."
+    )
+    return "<ul>" + "".join(tag("li", i) for i in [*out, *map(esc, notes)]) + "</ul>"
+
+
+def group_section(result, cost):
+    g = result["group"]
+    parts = [
+        notice(g),
+        "<h3>Energy per accomplished goal</h3>",
+        "".join(tag("p", answer_goal(r)) for r in result["configs"][:6]),
+        config_table(g, result["configs"], cost),
+        difference_sentences(g, result["configs"]),
+    ]
+    if result["shares"]:
+        parts += [
+            "<h3>Where the joules went</h3>",
+            tag("p", answer_shares(overall_shares(result["shares"]))),
+            share_table(g, result["shares"]),
+        ]
+    return "".join(parts)
+
+
+def build_report(results, notes, params, cost, fingerprint, source_name):
+    """The whole page as text. The largest group is told in full, the others after it and by themselves."""
+    first = results[0]
+    g, figures = first["group"], first["figures"]
+    share, configs_rows = overall_shares(first["shares"]), first["configs"]
+    c = closure(g)
+    cards = []
+    best = [r for r in configs_rows if r["energy_per_goal_j"] is not None]
+    if best:
+        low, high = (f(r["energy_per_goal_j"] for r in best) for f in (min, max))
+        same = joules(low) == joules(high)
+        cards.append(
+            (joules(low) if same else f"{joules(low)} – {joules(high)}", "per accomplished goal" + ("" if same else ", by policy"))
+        )
+    elif any(r["energy_per_goal_lower_bound_j"] for r in configs_rows):
+        bound = min(r["energy_per_goal_lower_bound_j"] for r in configs_rows if r["energy_per_goal_lower_bound_j"])
+        cards.append((f"≥ {joules(bound)}", "per accomplished goal (none was)"))
+    if share:
+        cards.append(
+            (joules(share["total_j"]), f"per trajectory ({share['total_s']:.0f} s)" if share["total_s"] is not None else "per trajectory")
+        )
+        cards.append((percent(share["model_share"]), "of it in model calls"))
+    if c:
+        cards.append(
+            (
+                f"{100 * c[0]:+.1f} %",
+                f"closure error, median of {c[2]}: estimate from tokens against {'measurement' if g.measured else 'busy-time energy'}",
+            )
+        )
+    kicker = " · ".join(x for x in (g.key["model"], g.key["hardware"], span_of_dates(g)) if x)
+    body = [
+        tag("p", esc(kicker), class_="kicker"),
+        "<h1>What does an agent's goal cost in joules, and where do they go?</h1>",
+        notice(g),
+        tag("p", " ".join(answer_goal(r) for r in configs_rows[:4]), class_="answer"),
+        tag(
+            "p",
+            " ".join(x for x in (answer_shares(share), answer_prediction(g, first["predictors"], first["paired"])) if x),
+            class_="answer",
+        ),
+        '<div class="cards">' + "".join(f'<div class="card"><b>{esc(a)}</b><span>{esc(b)}</span></div>' for a, b in cards) + "</div>",
+    ]
+    if len(results) > 1:
+        others = "; ".join(
+            f"{len(r['group'].rows)} {esc(behaviour_words(r['group']))}, {esc(source_words(r['group']))}" for r in results[1:]
+        )
+        body.append(
+            tag(
+                "p",
+                f"This page tells the largest set of comparable runs first. Others are not pooled with it and follow below: {others}.",
+                class_="kicker",
+            )
+        )
+    body += [
+        embed(
+            figures.get("shares"),
+            "Share of energy in model calls, commands and waiting per task",
+            "Where a trajectory's energy goes. Numbers at the right: mean energy of a trajectory.",
+        ),
+        "<h2>Energy per accomplished goal</h2>",
+        embed(
+            figures.get("configs"),
+            "Energy per trajectory and per goal, by policy",
+            "Energy per trajectory and per accomplished goal under each context policy; lines are 95 % intervals where tasks suffice.",
+        ),
+        config_table(g, configs_rows, cost),
+        difference_sentences(g, configs_rows),
+        "<h2>Where the joules went</h2>",
+        '<p class="key"><i class="model"></i>model calls<i class="command"></i>commands<i class="waiting"></i>waiting</p>',
+        share_table(g, first["shares"]) if first["shares"] else tag("p", "No scored trajectory has a known energy."),
+        "<h2>Can a trajectory's energy be foretold?</h2>",
+        tag("p", answer_prediction(g, first["predictors"], first["paired"])),
+        embed(
+            figures.get("scatter"),
+            "Predicted against measured energy",
+            "Predicted against measured energy on tasks not seen; the band is ±20 %. Best predictor of each kind and the call model; kinds know different things and are not ranked.",
+        ),
+        predictor_table(g, first["predictors"], first["paired"]) if first["predictors"] else "",
+        "<h2>When to stop retrying</h2>",
+        embed(
+            figures.get("retry"),
+            "Tasks solved against expected energy",
+            "Tasks solved within k attempts against the expected energy; numbers are k.",
+        ),
+        retry_section(g, first["retry"], first["cutoff"]) or tag("p", "No scored attempt, nothing to say on retries."),
+        "<h2>How it was measured</h2>",
+        method_section(g, params, cost),
+        "<h2>What is estimated, what is not there</h2>",
+        estimated_section(g),
+        "<h2>What to distrust</h2>",
+        caveats(g, configs_rows, notes),
+    ]
+    for r in results[1:]:
+        other = r["group"]
+        body += [
+            f"<h2>Not pooled: {esc(stamp(other))}</h2>",
+            tag("p", esc(", ".join(f"{k.replace('_', ' ')} {v}" for k, v in other.key.items() if v)), class_="kicker"),
+        ]
+        body += [group_section(r, cost), "<h3>What to distrust</h3>", caveats(other, r["configs"], [])]
+    tables = "configs.csv, rq1_predictors.csv, rq1_paired.csv, rq2_shares.csv, retry_budget.csv, energy_cutoff.csv"
+    body.append(
+        f"<footer><p>Made by evaluate.py from {esc(source_name)} (SHA-256 of its sorted lines: <code>{fingerprint[:16]}</code>). All numbers are in {tables} beside this page.</p></footer>"
+    )
+    template = Template((Path(__file__).resolve().parent / "stages" / "report_template.html").read_text(encoding="utf-8"))
+    return template.substitute(
+        title=f"Trajoule: {esc(g.key['model'] or 'energy of agent trajectories')}", body="\n".join(b for b in body if b)
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------- main
+
+
+def fingerprint_of(path):
+    """SHA-256 over the sorted lines, so that the order of the rows does not matter."""
+    text = Path(path).read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
+    return hashlib.sha256("\n".join(sorted(set(text.strip("\n").split("\n")))).encode()).hexdigest()
+
+
+def evaluate(trials_path, out, plan_path=None, calib=None, partial=False, cost=None, formats=()):
+    """Evaluate the table, write every file to `out`, and return what the terminal summary needs. Raises InputError."""
+    trials, notes = read_trials(trials_path)
+    if plan_path:
+        plan, more = read_plan(plan_path)
+        trials, extra = add_missing(trials, plan)
+        notes += more + extra
+    else:
+        notes.append("No plan was given: runs that left no row at all cannot be counted.")
+    params, problem = read_params(calib)
+    notes += [problem] if problem else []
+    groups, extra = split_groups(trials)
+    notes += extra
+    out = Path(out)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise InputError(f"{out}: cannot be made a folder ({e.strerror}); give another --out") from None
+    plt = figure_style()
+    for stale in out.glob("*_group[0-9]*.*"):  # a run with more groups than this one left them
+        if re.fullmatch(r"(rq1_scatter|rq2_shares|configs|retry_budget)_group\d+\.(png|pdf|svg)", stale.name):
+            stale.unlink()
+    results = []
+    for number, group in enumerate(groups, 1):
+        predictors, paired, kept = rq1(group) if len(group.scored) else ([], [], {})
+        r = {"group": group, "predictors": predictors, "paired": paired, "shares": rq2(group), "figures": {}}
+        r |= {"configs": configs(group, partial, cost), "retry": retry_budget(group), "cutoff": cutoff(group)}
+        suffix = "" if number == 1 else f"_group{number}"
+        drawn = {
+            "shares": ("rq2_shares", lambda r=r, g=group: draw_shares(plt, g, r["shares"]) if r["shares"] else None),
+            "scatter": ("rq1_scatter", lambda r=r, g=group, k=kept: draw_scatter(plt, g, k, r["predictors"]) if k else None),
+            "configs": ("configs", lambda r=r, g=group: draw_configs(plt, g, r["configs"])),
+            "retry": ("retry_budget", lambda r=r, g=group: draw_retry(plt, g, r["retry"])),
+        }
+        for key, (name, draw) in drawn.items():
+            figure = draw()
+            if figure is not None:
+                r["figures"][key] = save(plt, figure, out, name + suffix, formats)
+            else:
+                for f in ("png", "pdf", "svg"):
+                    (out / f"{name}{suffix}.{f}").unlink(missing_ok=True)
+        results.append(r)
+    for name, key, first in (
+        ("configs", "configs", CONFIG_COLUMNS),
+        ("rq1_predictors", "predictors", PREDICTOR_COLUMNS),
+        ("rq1_paired", "paired", PAIRED_COLUMNS),
+        ("rq2_shares", "shares", SHARE_COLUMNS),
+        ("retry_budget", "retry", RETRY_COLUMNS),
+        ("energy_cutoff", "cutoff", CUTOFF_COLUMNS),
+    ):
+        write_csv(out / f"{name}.csv", [row for r in results for row in r[key]], first)
+    summary = {"schema": 1, "fingerprint": fingerprint_of(trials_path), "notes": notes, "groups": []}
+    for r in results:
+        c, g = closure(r["group"]), r["group"]
+        entry = {**g.key, "group": g.name, "trajectories": len(g.scored), "tasks": int(g.scored["task"].nunique())}
+        entry |= {"shares": {k: plain(v) for k, v in (overall_shares(r["shares"]) or {}).items()}}
+        entry |= {
+            "closure_model_above_idle_median": plain(c[0]) if c else None,
+            "closure_model_above_idle_median_abs": plain(c[1]) if c else None,
+        }
+        entry["configs"] = [{k: plain(v) for k, v in row.items()} for row in r["configs"]]
+        summary["groups"].append(entry)
+    write_atomic(out / "summary.json", json.dumps(summary, indent=1, allow_nan=False, ensure_ascii=False) + "\n")
+    page = build_report(results, notes, params, cost or {}, summary["fingerprint"], Path(trials_path).name)
+    write_atomic(out / "report.html", page)
+    return results, notes
+
+
+def terminal_summary(results, notes, out):
+    """The lines that end the program: joules, shares, energy per goal, closure, sources."""
+    lines = []
+    for r in results:
+        g, share, c = r["group"], overall_shares(r["shares"]), closure(r["group"])
+        lines.append(
+            f"{behaviour_words(g)}; {source_words(g)} ({g.key['total_domains'] or 'no domains'}); {g.key['model'] or 'model unknown'}"
+        )
+        if share:
+            lines.append(f"  per trajectory   {joules(share['total_j'])} mean of {share['n']} trajectories on {share['tasks']} tasks")
+            shares = ", ".join(f"{p} {percent(share[f'{p}_share'])}" for p in PHASES)
+            ci = span(share, "model_share", percent)
+            lines.append(f"  shares           {shares}{f' (model: {ci})' if ci else ''}")
+        for row in r["configs"]:
+            lines.append(f"  energy per goal  {row['policy']}: " + html.unescape(re.sub("<[^>]*>", "", answer_goal(row))).split(" ", 2)[2])
+        if c:
+            lines.append(
+                f"  closure error    median {100 * c[0]:+.1f} %, size {percent(c[1], 1)}, {c[2]} trajectories (call model, above idle)"
+            )
+        if not g.measured:
+            lines.append("  note             estimated from busy time: predictions from time or tokens are circular, nothing is claimed")
+        if g.key["behaviour"] == "authored":
+            lines.append("  note             replies were authored: outcomes and energy per goal demonstrate the method")
+    lines += [f"note: {n}" for n in notes]
+    lines.append(f"report: {Path(out) / 'report.html'}")
+    return "\n".join(lines)
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trials", required=True, type=Path, help="table of align_trial.py, one row per trajectory")
+    parser.add_argument("--out", required=True, type=Path, help="folder for tables, figures and report.html")
+    parser.add_argument("--plan", type=Path, help="plan.csv of the batch: planned runs without a row count as unscored")
+    parser.add_argument("--partial", action="store_true", help="the batch still runs: planned runs without a row are pending, not unscored")
+    parser.add_argument("--calib", type=Path, help="folder with params.json, for the text on the method")
+    parser.add_argument("--carbon", type=float, help="grams of CO2 per kWh, adds carbon columns")
+    parser.add_argument("--price", type=float, help="price of a kWh, adds price columns")
+    parser.add_argument(
+        "--pue", type=float, default=1.0, help="power usage effectiveness that carbon and price are multiplied by (default 1)"
+    )
+    parser.add_argument("--format", action="append", choices=["pdf", "svg"], default=[], help="write the figures in this format too")
+    args = parser.parse_args(argv)
+    if args.partial and not args.plan:
+        parser.error("--partial needs --plan: without a plan nothing is known to be pending")
+    for name in ("carbon", "price"):
+        value = getattr(args, name)
+        if value is not None and not (math.isfinite(value) and value >= 0):
+            parser.error(f"--{name}: found {value}, expected 0 or more")
+    if not (math.isfinite(args.pue) and args.pue >= 1):
+        parser.error(f"--pue: found {args.pue}, expected 1 or more")
+    cost = {k: getattr(args, k) for k in ("carbon", "price") if getattr(args, k) is not None}
+    if args.pue != 1 and not cost:
+        parser.error("--pue scales carbon and price; give --carbon or --price with it")
+    if cost:
+        cost["pue"] = args.pue
+    try:
+        results, notes = evaluate(args.trials, args.out, args.plan, args.calib, args.partial, cost, args.format)
+    except InputError as e:
+        print(f"evaluate.py: {e}", file=sys.stderr)
+        return 2
+    except OSError as e:
+        print(f"evaluate.py: {e.filename or args.out}: {e.strerror or e}", file=sys.stderr)
+        return 1
+    print(terminal_summary(results, notes, args.out))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
