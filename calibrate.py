@@ -17,7 +17,6 @@ idle_after_call.csv, and the figures energy_model_*, energy_per_token_*, repeata
 
 import argparse
 import itertools
-import os
 import sys
 import time
 from pathlib import Path
@@ -57,6 +56,9 @@ GAIN = 0.05  # systematic: NVIDIA states +-5 % for the power reading that the co
 # An idle file is refused when its power moves by more than this share over its length, or when this share of its energy lies in bursts.
 IDLE_LIMITS = {"gpu": {"trend": 0.03, "bursts": 0.01}, "cpu": {"trend": 0.15, "bursts": 0.10}, "dram": {"trend": 0.15, "bursts": 0.10}}
 IDLE_MIN_S = 5.0
+LEAST_SCALE = 0.05  # relative errors of cells below this share of the median cell are taken relative to that share
+NOISY = 0.10  # coefficient of variation of equal calls above which the machine was not quiet (the H200 shows 0.01)
+UNKNOWN_CACHED = "cached tokens not reported"
 AFTER_CALL_S = [0, 0.25, 0.5, 1, 2, 5, 10, 30, 60, np.inf]
 
 
@@ -161,7 +163,9 @@ class Design:
         self.y, self.cell = np.asarray(y, float), np.asarray(cell)
         self.cells = int(self.cell.max()) + 1
         self.count = np.bincount(self.cell, minlength=self.cells)
-        self.weight = (self.count / np.bincount(self.cell, self.y, self.cells))[self.cell]
+        mean = np.bincount(self.cell, self.y, self.cells) / self.count
+        # a cell that barely rises above idle must not outweigh all others by its small mean
+        self.weight = (1 / np.maximum(mean, LEAST_SCALE * np.median(mean)))[self.cell]
         self.context = np.zeros(self.cells, int)
         self.context[self.cell] = context
         self.floor_above = floor_above
@@ -207,13 +211,13 @@ class Design:
         return good, tied
 
     def forms(self, keep):
-        """Sets of terms that may be fitted to the cells in `keep`, never more than half as many as there are cells."""
+        """Sets of terms that may be fitted to the cells in `keep`, never more than 0.6 of the number of cells."""
         good, _ = self.identified(keep)
         base = [j for j in (CALL, OUTPUT, UNCACHED) if j in good]
         options = [j for j in (DECODE_ATTENTION, PREFILL_ATTENTION, CACHED) if j in good]
         if self.ends and UNCACHED in good and (self.terms is None or FLOOR in self.terms):
             options.append(FLOOR)
-        most = max(len(base), int(np.count_nonzero(keep)) // 2)
+        most = max(len(base), int(0.6 * np.count_nonzero(keep)))
         sets = (base + list(s) for r in range(len(options) + 1) for s in itertools.combinations(options, r))
         return [tuple(s) for s in sets if len(s) <= most]
 
@@ -316,7 +320,7 @@ def read_calls(path):
     calls["cached_assumed"] = silent
     calls.loc[silent, "cached_tokens"] = 0.0
     unknown = calls["cached_tokens"].isna() & (calls["unused"] == "")
-    calls.loc[unknown, "unused"] = "cached tokens not reported"
+    calls.loc[unknown, "unused"] = UNKNOWN_CACHED
     return calls
 
 
@@ -352,22 +356,23 @@ def cell_names(calls, append=False):
 
 
 def cell_label(name):
-    return " ".join(f"{part:g}" if isinstance(part, float) else str(part) for part in name)
+    """ "4096/64 miss": context/output and state; "4096+256/64 append": cached + uncached/output."""
+    *sizes, output, state = [f"{part:g}" if isinstance(part, float) else str(part) for part in name]
+    return f"{'+'.join(sizes)}/{output} {state}"
 
 
 def hardware_name(meta):
-    """The machine in words, from the sampler's sidecar."""
+    """The machine in words, from the sampler's sidecar: GPUs and CPU; "unknown" when it names neither."""
     found = {}
-    for counter in (meta.get("counters") or {}).values():
-        if counter.get("source") in ("nvml", "nvml-power") and counter.get("name"):
-            key = counter.get("uuid") or counter.get("pci") or counter["name"]
-            found[key] = counter["name"]
-    gpus = {}
-    for name in found.values():
-        gpus[name] = gpus.get(name, 0) + 1
-    parts = [f"{n}x {name}" for name, n in sorted(gpus.items())]
-    cpu = (meta.get("host") or {}).get("cpu")
-    return "; ".join(parts + ([str(cpu)] if cpu else [])) or "unknown"
+    for column, counter in (meta.get("counters") or {}).items():
+        if str(counter.get("source")).startswith("nvml") and counter.get("name"):
+            found[column.partition("_")[0]] = counter["name"]
+    names = list(found.values())
+    parts = [f"{names.count(name)}x {name}" for name in sorted(set(names))]
+    host = meta.get("host") or {}
+    if host.get("cpu"):
+        parts.append(str(host["cpu"]) + (f" ({host['logical_cpus']} logical CPUs)" if host.get("logical_cpus") else ""))
+    return "; ".join(parts) or "unknown"
 
 
 # ---- idle ----
@@ -423,14 +428,19 @@ def idle_of_file(samples, domain):
 # ---- energy per call ----
 
 
-def measure_calls(samples, calls):
-    """Energy of every call from whole counter steps. {domain: table of arrays} with `above_idle_j`, `idle_w` (neighbouring quiet),
-    `window_s` (length of the whole steps), `why` ("" where it is measured), and {domain: quiet stretches (end of call, length, W)}.
+def measure_calls(samples, calls, others=None):
+    """Energy of every call from whole counter steps. {domain: arrays} with `above_idle_j`, `idle_w` (neighbouring quiet), `window_s`
+    (length of the whole steps) and `why` ("" where it is measured); {domain: quiet stretches `power_w`, `length_s`}.
 
-    All calls of the table count as activity, also those that are not fitted."""
+    All calls of the table count as activity, also those that are not fitted, and so do `others` (another table, or None)."""
     start, end = samples.to_mono(calls["t_start"].to_numpy()), samples.to_mono(calls["t_end"].to_numpy())
-    before = np.r_[-np.inf, np.maximum.accumulate(end)[:-1]]  # sorted by start: latest end so far
-    after = np.r_[start[1:], np.inf]
+    busy = np.c_[start, end]
+    if others is not None:
+        busy = np.r_[busy, np.c_[samples.to_mono(others["t_start"].to_numpy()), samples.to_mono(others["t_end"].to_numpy())]]
+        busy = busy[np.argsort(busy[:, 0], kind="stable")]
+    first, last = np.searchsorted(busy[:, 0], start, "left"), np.searchsorted(busy[:, 0], start, "right")
+    before = np.r_[-np.inf, np.maximum.accumulate(busy[:, 1])][first]
+    after = np.where(last - first > 1, -np.inf, np.r_[busy[:, 0], np.inf][last])  # two that begin at once are never apart
     out, quiet = {}, {}
     for domain in samples.domains:
         ws = samples.whole_steps(domain, start, end, clock="mono")
@@ -519,7 +529,13 @@ def linearity(samples, domain, calls, idle_w):
 
 
 def usable(values, calls):
-    return (calls["unused"] == "").to_numpy() & np.isfinite(values) & (values > 0)
+    """(mask of the calls that can be fitted, names of the cells that cannot because their mean is not above zero)."""
+    rows = (calls["unused"] == "").to_numpy() & np.isfinite(values)
+    sums = {}
+    for name, value in zip(calls["cell"][rows], values[rows], strict=True):
+        sums[name] = sums.get(name, 0.0) + value
+    empty = sorted(name for name, total in sums.items() if total <= 0)
+    return rows & ~calls["cell"].isin(empty).to_numpy(), empty
 
 
 def floor_bracket(calls):
@@ -543,17 +559,23 @@ def make_design(calls, rows, y, floor_above, terms=None):
 
 
 def errors(values, truth, cells):
-    """{"mape", "worst_cell_mape", "worst_cell", "bias", "p95"}: relative errors of predictions as fractions; cells by name."""
+    """{"mape", "worst_cell_mape", "worst_cell", "bias", "p95"}: errors of predictions as fractions of the cell's mean (a call that came
+    out low would count double otherwise, and one near zero without bound). None without a prediction."""
     ok = np.isfinite(values) & np.isfinite(truth)
-    if not ok.any():
-        return None
-    relative = values[ok] / truth[ok] - 1
+    groups = {}
+    for name, value, y in zip(np.asarray(cells, object)[ok], values[ok], truth[ok], strict=True):
+        groups.setdefault(name, []).append((value, y))
     by_cell = {}
-    for name, r in zip([c for c, good in zip(cells, ok, strict=True) if good], relative, strict=True):
-        by_cell.setdefault(name, []).append(abs(r))
-    worst = max(sorted(by_cell), key=lambda name: np.mean(by_cell[name]))
-    return {"mape": float(np.abs(relative).mean()), "worst_cell_mape": float(np.mean(by_cell[worst])), "worst_cell": cell_label(worst),
-            "bias": float(relative.mean()), "p95": float(np.quantile(np.abs(relative), 0.95))}  # fmt: skip
+    for name, pairs in groups.items():
+        value, y = np.array(pairs).T
+        if y.mean() > 0:
+            by_cell[name] = (value - y) / y.mean()
+    if not by_cell:
+        return None
+    relative = np.concatenate(list(by_cell.values()))
+    worst = max(sorted(by_cell), key=lambda name: np.abs(by_cell[name]).mean())
+    return {"mape": float(np.abs(relative).mean()), "bias": float(relative.mean()), "p95": float(np.quantile(np.abs(relative), 0.95)),
+            "worst_cell_mape": float(np.abs(by_cell[worst]).mean()), "worst_cell": cell_label(worst)}  # fmt: skip
 
 
 def spread_in_cells(truth, cells):
@@ -562,7 +584,7 @@ def spread_in_cells(truth, cells):
     for name, y in zip(cells, truth, strict=True):
         if np.isfinite(y):
             groups.setdefault(name, []).append(y)
-    several = {name: np.array(ys) for name, ys in sorted(groups.items()) if len(ys) > 1}
+    several = {name: np.array(ys) for name, ys in sorted(groups.items()) if len(ys) > 1 and np.mean(ys) > 0}
     if not several:
         return None, {}
     distance = np.concatenate([np.abs(ys / ys.mean() - 1) for ys in several.values()])
@@ -688,7 +710,8 @@ def calibrate(samples_path, calls_path, idle_loaded=None, idle_bare=None, append
     if floor_above is None:
         floor_above = round((low + (low if high is None else high)) / 2) if low else 0
     idle = read_idle({"loaded": idle_loaded, "bare": idle_bare}, samples, check)
-    measured, quiet = measure_calls(samples, calls)
+    same = append and str(append_samples or samples_path) == str(samples_path)
+    measured, quiet = measure_calls(samples, calls, read_calls(append) if same else None)
     domains = check_domains(samples, calls, measured, quiet, idle, check)
 
     rng = np.random.default_rng(SEED)
@@ -711,13 +734,11 @@ def calibrate(samples_path, calls_path, idle_loaded=None, idle_bare=None, append
     # time, whole calls; and apart where the first token was seen
     duration = calls["duration_s"].to_numpy()
     quantities = {}
-    rows = usable(duration, calls)
+    rows, _ = usable(duration, calls)
     params["time"], time_held = fit_and_test(calls, rows, duration, "s", floor_above, draws, rng, quantities, "time_s")
     params["time_parts"] = fit_parts(calls, rows, floor_above, draws, rng)
 
-    params["energy"], table = {}, calls.drop(columns=["unused", "cell", "mono_start", "mono_end"]).copy()
-    table["cell"] = [cell_label(name) for name in calls["cell"]]
-    table["unused"] = calls["unused"]
+    params["energy"], table = {}, calls_table(calls)
     table["est_s"], table["heldout_s"] = predict_fit(params["time"], *tokens_of(calls)), time_held["cell"]
     literature = []
     for group, members in grouped(domains).items():
@@ -725,7 +746,13 @@ def calibrate(samples_path, calls_path, idle_loaded=None, idle_bare=None, append
         idle_w = sum(measured[d]["idle_w"] for d in members)
         base_w = sum(idle["loaded"][d]["between_calls_w"] for d in members)
         total = above + idle_w * duration
-        rows = usable(above, calls)
+        rows, empty = usable(above, calls)
+        if empty:
+            names = ", ".join(cell_label(name) for name in empty)
+            check("above idle", "warning", f"{group}: {len(empty)} cells do not rise above idle and are not fitted: {names}", group=group)
+        if not rows.any():
+            check("above idle", "refused", f"{group}: no call rises above idle power: nothing can be fitted", group=group)
+            continue
         fit, held = fit_and_test(calls, rows, above, "J", floor_above, draws, rng, quantities, f"{group}_above_idle_j")
         for kind in ("cell", "context"):
             if held[kind] is not None and time_held[kind] is not None:
@@ -745,13 +772,19 @@ def calibrate(samples_path, calls_path, idle_loaded=None, idle_bare=None, append
                 table[f"heldout_{group}_{'total' if name == 'total_cell' else 'above_idle'}_j"] = held[name]
         literature += literature_rows(calls, group, rows, above, total, duration, base_w, floor_above, fit, held, time_held)
     params["repeatability"] = {name: repeatability(variation) for name, variation in quantities.items()}
+    for name, found in params["repeatability"].items():
+        if found and found["median"] > NOISY:
+            text = f"{name}: equal calls differ by {found['median']:.0%} (median over cells): something else ran on this machine"
+            check("repeatability", "warning", text, quantity=name)
     for name, fit in [*params["energy"].items(), ("time", params["time"])]:
         for term in fit["not_identified"]:
+            if term == "cached" and (calls["unused"] == UNKNOWN_CACHED).any():
+                fit["terms"][term]["note"] = "the server does not report cached tokens (vLLM: --enable-prompt-tokens-details)"
             text = f"{name}: {term} cannot be fitted: {fit['terms'][term]['note']}"
             check("identified", "warning", text, quantity=name, term=term)
     params["validation"] = None
     if append:
-        validate(params, append, append_samples or samples_path, samples, out_dir, check)
+        validate(params, append, append_samples or samples_path, samples, calls if same else None, out_dir, check)
     params["checks"] = checks
 
     pd.DataFrame(literature).to_csv(out_dir / "models.csv", index=False, lineterminator="\n", float_format="%.6g")
@@ -762,6 +795,16 @@ def calibrate(samples_path, calls_path, idle_loaded=None, idle_bare=None, append
         draw(params, table, quantities, out_dir)
     energylib.write_json_atomic(out_dir / "params.json", params)
     return params
+
+
+def calls_table(calls):
+    """The calls as they are written to CSV files: times with microseconds, cells by name."""
+    table = calls.drop(columns=["unused", "cell", "mono_start", "mono_end", "cell_cached", "cell_uncached", "model"]).copy()
+    for name in ("t_start", "t_end"):
+        table[name] = [f"{t:.6f}" for t in calls[name]]
+    table["cell"] = [cell_label(name) for name in calls["cell"]]
+    table["unused"] = calls["unused"]
+    return table
 
 
 def tokens_of(calls):
@@ -797,7 +840,8 @@ def check_calls(calls, path, samples, check):
     share = good["cached_tokens"] / good["prompt_tokens"]
     for state, odd in (("miss", (good["state"] == "miss") & (share > 0.01)), ("hit", (good["state"] == "hit") & (share < 0.5))):
         if odd.any():
-            text = f"{odd.sum()} calls planned as a {state} had {'some' if state == 'miss' else 'few'} cached tokens; fitted on what was measured"
+            some = "some" if state == "miss" else "few"
+            text = f"{odd.sum()} calls planned as a {state} had {some} cached tokens; fitted on what was measured"
             check("cached tokens", "warning", text, n=int(odd.sum()))
     off = np.abs(samples.to_mono(good["t_start"].to_numpy()) - good["mono_start"].to_numpy())
     if np.isfinite(off).any() and 0.02 < np.nanmedian(off) < 60:  # further apart: another machine's clock, which says nothing
@@ -963,7 +1007,7 @@ def literature_rows(calls, group, rows, above, total, duration, base_w, floor_ab
     return sorted(out, key=lambda r: (r["calls"], order[r["quantity"]]))
 
 
-def validate(params, path, samples_path, samples, out_dir, check):
+def validate(params, path, samples_path, samples, others, out_dir, check):
     """Append calls: measured as the others, predicted by the model, never fitted. Fills params["validation"], writes append_energy.csv."""
 
     if str(samples_path) != samples.path:
@@ -974,9 +1018,8 @@ def validate(params, path, samples_path, samples, out_dir, check):
     if not good.any():
         check("append", "warning", f"{path}: no append call can be used")
         return
-    measured, _ = measure_calls(samples, calls)
-    table = calls[["id", "t_start", "duration_s", "prompt_tokens", "cached_tokens", "completion_tokens", "unused"]].copy()
-    table["cell"] = [cell_label(name) for name in calls["cell"]]
+    measured, _ = measure_calls(samples, calls, others)
+    table = calls_table(calls)
     table["est_s"] = predict_fit(params["time"], *tokens_of(calls))
     duration = calls["duration_s"].to_numpy()
     result = {"n": int(good.sum()), "time_s": errors(table["est_s"].to_numpy()[good], duration[good], calls["cell"][good])}
@@ -1081,8 +1124,8 @@ def draw(params, table, quantities, out_dir):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    style = {"font.size": 8, "axes.spines.top": False, "axes.spines.right": False, "figure.constrained_layout.use": True, "savefig.dpi": 200,
-             "legend.frameon": False, "legend.fontsize": 7, "axes.linewidth": 0.6, "lines.linewidth": 1.0}  # fmt: skip
+    style = {"font.size": 8, "axes.spines.top": False, "axes.spines.right": False, "axes.linewidth": 0.6, "lines.linewidth": 1.0,
+             "figure.constrained_layout.use": True, "savefig.dpi": 200, "legend.frameon": False, "legend.fontsize": 7}  # fmt: skip
     groups = {g: f for g, f in params["energy"].items() if g in ("gpu", "cpu", "dram")}
     with plt.rc_context(style):
         for group, fit in groups.items():
@@ -1116,8 +1159,10 @@ def draw_model(plt, fit, table, group, word):
     if held not in table:
         return None
     e = fit["held_out"]["leave_one_cell_out"]["above_idle"]
+    ok = (table[held] > 0) & (table[f"{group}_above_idle_j"] > 0)
+    if not ok.any():
+        return None
     figure, ax = plt.subplots(figsize=(3.4, 3.0))
-    ok = np.isfinite(table[held]) & np.isfinite(table[f"{group}_above_idle_j"])
     x, y, state = table.loc[ok, held], table.loc[ok, f"{group}_above_idle_j"], states_of(table)[ok]
     ends = np.array([min(x.min(), y.min()) / 1.2, max(x.max(), y.max()) * 1.2])
     ax.fill_between(ends, ends * (1 - e["p95"]), ends * (1 + e["p95"]), color="0.85", lw=0, label=f"95 % of calls: ±{e['p95']:.1%}")
@@ -1136,20 +1181,19 @@ def draw_per_token(plt, params, group, word):
     looks = {"output": ("-", "output token"), "uncached": ("--", "uncached prompt token"), "cached": (":", "cached prompt token")}
     for kind, (line, label) in looks.items():
         part = [r for r in rows if r["kind"] == kind]
-        if not part:
-            continue
         x = [r["context"] for r in part]
-        y = np.array([np.nan if r["total_j"] is None else r["total_j"] for r in part]) * 1e3
-        top = np.array([np.nan if r["total_hi_j"] is None else r["total_hi_j"] for r in part]) * 1e3
-        if kind == "cached" and np.isfinite(top).all() and top.max() > 0:
-            ax.plot(x, top, color="0.5", lw=0.7)
-            ax.annotate("upper bound, cached", (x[0], top[0]), xytext=(0, 2), textcoords="offset points", fontsize=7, color="0.35")
-        if np.isfinite(y).any() and np.nanmax(y) > 0:
-            ax.plot(x, y, line, color="black", label=label)
+        for key, look, text in (
+            ("total_j", {"ls": line, "color": "black"}, label),
+            ("total_hi_j", {"color": "0.5", "lw": 0.7}, f"{label}, at most"),
+        ):
+            y = np.array([np.nan if r[key] is None else 1e3 * r[key] for r in part])
+            if np.isfinite(y).any() and np.nanmax(y) > 0:
+                ax.plot(x, y, **look)
+                below = key == "total_j" and kind == "cached"  # its bound is written above it
+                ax.annotate(text, (x[0], y[0]), xytext=(2, -9 if below else 3), textcoords="offset points", fontsize=7, color=look["color"])
     ax.set(xscale="log", yscale="log", xlabel="context (tokens)", ylabel=f"{word}, idle included\n(mJ per token)")
     low, high = ax.get_ylim()
-    ax.set_ylim(low / 1.3, high * 1.3)
-    ax.legend(loc="center right")
+    ax.set_ylim(low / 1.6, high * 1.6)
     return figure
 
 
@@ -1177,7 +1221,7 @@ def draw_residuals(plt, params, fit, table, group, word):
             ax.plot(table["prompt_tokens"][pick] * np.exp(0.25 * shift[pick]), 100 * relative[pick], ls="", ms=3, mew=0.5, color="black",
                     label=f"cache {name}", **look)  # fmt: skip
         ax.set(xscale="log", ylabel=f"{label}\nmodel / measured − 1 (%)")
-    axes[-1, 0].set_xlabel("prompt (tokens; left to right: short to long output)")
+    axes[-1, 0].set_xlabel("prompt (tokens); side by side: output, short to long")
     axes[0, 0].legend(loc="lower right", ncols=3, columnspacing=0.8, handletextpad=0.2, bbox_to_anchor=(1, 1))
     return figure
 
@@ -1214,12 +1258,12 @@ def summary(params, out_dir):
     lines = [f"{params['hardware']}, {params['model'] or 'model not named'}", ""]
     for state in ("bare", "loaded"):
         for domain, idle in params["idle"][state].items():
-            value = "not known" if idle["power_w"] is None else f"{idle['power_w']:.1f} +- {idle['se_w']:.1f} W"
+            value = "not known" if idle["power_w"] is None else f"{idle['power_w']:.2f} +- {idle['se_w']:.2f} W"
             between = idle.get("between_calls_w")
             word = " (estimated)" if idle["source"] == "model" else ""
-            lines.append(f"idle {state:6} {domain:6} {value}" + (f"; between calls {between:.1f} W" if between is not None else "") + word)
-    lines += ["", f"{'':24}{'calls':>6}{'cells':>6}   leave one cell out   leave one context out   noise",
-              f"{'':24}{'':6}{'':6}   {'mean':>6} {'worst cell':>12}   {'mean':>6} {'worst cell':>12}     within cells"]  # fmt: skip
+            lines.append(f"idle {state:6} {domain:6} {value}" + (f"; between calls {between:.2f} W" if between is not None else "") + word)
+    lines += ["", f"{'':28}{'calls':>6}{'cells':>6}   leave one cell out   leave one context out   noise",
+              f"{'':28}{'':6}{'':6}   {'mean':>6} {'worst cell':>12}   {'mean':>6} {'worst cell':>12}     within cells"]  # fmt: skip
     rows = []
     for group, fit in params["energy"].items():
         word = " (estimated)" if fit["estimated"] else ""
@@ -1227,7 +1271,7 @@ def summary(params, out_dir):
     rows.append(("time", params["time"], "time"))
     for label, fit, key in rows:
         cell, context = (fit["held_out"][f"leave_one_{kind}_out"].get(key) for kind in ("cell", "context"))
-        lines.append(f"{label:24}{fit['n']:6}{fit['cells']:6}   {pct(cell)} {pct(cell, 'worst_cell_mape'):>12}   "
+        lines.append(f"{label:28}{fit['n']:6}{fit['cells']:6}   {pct(cell)} {pct(cell, 'worst_cell_mape'):>12}   "
                      f"{pct(context)} {pct(context, 'worst_cell_mape'):>12}     {pct(fit['noise_floor'][key])}")  # fmt: skip
     for label, fit in [*((f"{g}, J above idle", f) for g, f in params["energy"].items()), ("time, s", params["time"])]:
         lines += ["", f"{label}:"]
@@ -1282,5 +1326,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # matrices of 7 x 7: threads only cost
     sys.exit(main())
