@@ -18,7 +18,6 @@ Examples:
 
 import argparse
 import csv
-import hashlib
 import json
 import math
 import os
@@ -290,7 +289,7 @@ def read_calls(path):
                 continue
     calls = []
     for n, r in enumerate(records):
-        if not isinstance(r, dict) or not re.search(r"completions|responses|messages", str(r.get("path") or "completions")):
+        if not isinstance(r, dict) or not re.search(r"completions|responses|messages|generate", str(r.get("path") or "completions")):
             continue
         start, end = as_time(r.get("t_start")), as_time(r.get("t_end"))
         if start is None:
@@ -371,7 +370,7 @@ def busy_spans(events):
     if not any(kind == "o" and "\x1b[?2004" in data for _, kind, data in events):
         typed = [(t, data) for t, kind, data in events if kind == "i"]
         spans = []
-        for (t, keys), after in zip(typed, [t for t, _ in typed[1:]] + [None], strict=True):
+        for (t, keys), after in zip(typed, [t for t, _ in typed[1:]] + [None], strict=False):
             spans.append({"keys": keys, "start": t, "end": until_last_output(t, after)})
         return spans, {"no_prompt_marks"} if typed else set()
 
@@ -436,25 +435,30 @@ def busy_spans(events):
     return spans, flags
 
 
-def align_clock(t0, typed, ends, model):
+def align_clock(t0, typed, ends, model, latest=None):
     """Offset of the recording's clock: (offset_s, residual_s, pairs). Unix time of an event = t0 + offset + its relative time.
 
-    The header holds whole seconds only. Terminus-2 sends keys right after a reply, never during a call: the offset is the one
-    that puts keystrokes just after call ends and none inside a call. The quickest pair defines it (so it is late by the
-    quickest way from reply to keystroke, some 10 ms); the residual is the median of the other pairs' extra delay.
+    The header holds whole seconds only. Terminus-2 sends keys right after a reply, never during a call and never before the
+    first reply: the offset is the one that puts keystrokes just after call ends and none inside a call. `latest` bounds it
+    (keys typed during setup came before the agent's execution). The quickest pair defines it, so it is late by the quickest way
+    from reply to keystroke, some 10 ms; the residual is the median of the other pairs' extra delay.
     """
     typed, ends = np.asarray(typed, dtype=float), np.asarray(ends, dtype=float)
+    # a floored second, plus the time that the recorder takes to start (0 to 0.3 s)
+    lo, hi = -0.05, min(1.5, math.inf if latest is None else latest + 0.02)
+    guess = max(lo, min(0.5, hi))
     if not len(typed) or not len(ends):
-        return 0.5, None, 0
+        return guess, None, 0
     d = (ends[:, None] - (t0 + typed)[None, :]).ravel()
-    d = np.unique(np.round(d[(d > -0.3) & (d < 1.8)], 3))  # a floored second, plus the recorder's start (0.1 to 0.3 s)
+    first = ends[0] - (t0 + typed[0]) - 0.005
+    d = np.unique(np.round(d[(d >= max(lo, first)) & (d <= hi)], 4))
     if not len(d):
-        return 0.5, None, 0
+        return guess, None, 0
     best = None
     for offset in d:
         keys = t0 + typed + offset
-        i = np.searchsorted(keys, ends - 0.002)
-        lag = np.where(i < len(keys), keys[np.minimum(i, len(keys) - 1)] - ends, 1.0)
+        i = np.searchsorted(keys, ends - 0.001)
+        lag = np.where(i < len(keys), np.maximum(keys[np.minimum(i, len(keys) - 1)] - ends, 0.0), 1.0)
         during = inside(keys - 0.005, model) & inside(keys + 0.005, model)
         cost = np.minimum(lag, 1.0).sum() + during.sum()
         if best is None or cost < best[0] - 1e-9:
@@ -463,12 +467,36 @@ def align_clock(t0, typed, ends, model):
     return float(offset), float(np.median(lag)) if len(lag) else None, len(lag)
 
 
-def commands_from_recording(cast, calls, model, t0, t1):
+def replies_with_commands(calls, steps, t0, t1):
+    """Ends of the calls after which the agent typed: by the trajectory's turns where there are any, else all of the agent's."""
+    ends = np.array(sorted(c["end"] for c in calls if c["kind"] == "agent" and c["ok"] and t0 <= c["end"] <= t1))
+    if not len(ends):
+        return ends
+    keep = np.zeros(len(ends), dtype=bool)
+    last = -math.inf
+    for step in steps:
+        at = unix(step.get("timestamp"))
+        if step.get("source") != "agent" or at is None:
+            continue
+        i = np.searchsorted(ends, at + 0.002, side="right") - 1
+        last = at
+        if i >= 0 and any(
+            str((c.get("arguments") or {}).get("keystrokes") or "") for c in step.get("tool_calls") or [] if isinstance(c, dict)
+        ):
+            keep[i] = True
+    keep |= ends > last  # turns that were not written down any more
+    return ends[keep]
+
+
+def commands_from_recording(cast, calls, steps, model, t0, t1):
     """(command spans in Unix time [{keys, start, end}], offset, residual, flags) inside the agent's execution."""
     spans, flags = busy_spans(cast["events"])
-    typed = sorted(t for t, kind, data in cast["events"] if kind == "i" and data.strip() != "clear")
-    ends = [c["end"] for c in calls if c["kind"] == "agent" and c["ok"] and t0 <= c["end"] <= t1]
-    offset, residual, pairs = align_clock(cast["t0"], typed, ends, model)
+    inputs = [(t, data) for t, kind, data in cast["events"] if kind == "i"]
+    typed = [t for t, data in inputs if data.strip() != "clear"]
+    setup = [t for t, data in inputs[:1] if data.strip() == "clear"]  # Terminus-2 clears the screen as the last step of its setup
+    latest = t0 - cast["t0"] - setup[0] if setup else None
+    ends = replies_with_commands(calls, steps, t0, t1)
+    offset, residual, pairs = align_clock(cast["t0"], typed, ends, model, latest)
     if typed and not pairs:
         flags.add("recording_unaligned")
     if residual is not None and residual > 0.25:
@@ -626,13 +654,8 @@ def classify(trial, attempt, steps, calls):
     if ended == "server_down" or exception in SERVER_ERRORS or text.startswith("litellm"):
         return "unscored", "server", reward, exception, flags
     if exception:
-        return (
-            "unscored",
-            "environment" if exception.startswith(("Environment", "AgentSetup", "Sandbox")) else "harbor",
-            reward,
-            exception,
-            flags,
-        )
+        # what broke before the agent began (image, sandbox, tmux) is the environment
+        return "unscored", "harbor" if agent_window(result)[0] else "environment", reward, exception, flags
     if ended == "deadline" and calls and not completed(steps):
         return "fail", "agent_timeout", reward, exception, flags
     if ended == "interrupted":
@@ -656,23 +679,36 @@ def load_calibration(calib):
     path = path / "params.json" if path.is_dir() or path.suffix != ".json" else path
     params, status = read_json(path)
     if status != "ok" or not isinstance(params, dict):
-        raise InputError(f"{path}: {status}, expected the params.json that calibrate.py writes; run calibrate.py or leave --calib out")
+        raise InputError(f"{path}: {status}, expected the params.json that calibrate.py writes (03_calibrate.sh)")
     import calibrate
 
-    idle = {d: float(w) for d, w in (calibrate.idle_power(params, "loaded") or {}).items() if known(w)}
-    return {"params": params, "idle": idle, "sha256": hashlib.sha256(path.read_bytes()).hexdigest(), "path": str(path)}
+    try:
+        idle = {d: float(w) for d, w in calibrate.idle_power(params, "loaded").items() if known(w)}
+        calibrate.predict(params, [1], [0], [1])
+    except (KeyError, TypeError, AttributeError, ValueError) as e:
+        raise InputError(f"{path}: {type(e).__name__}: {e}: not a params.json of this version; run calibrate.py again") from None
+    return {"params": params, "idle": idle, "sha256": energylib.sha256(path), "path": str(path)}
 
 
-def mismatch(params, trial):
-    """(what differs between calibration and trial, or None; True when something could not be compared)."""
+def mismatch(params, trial, folder):
+    """(what differs between calibration and trial, or None; True when something could not be compared).
+
+    The trial's hardware is what trial.json says or, in the calibration's own words, what its sidecar of the counters says.
+    """
+    import calibrate
+
     unchecked = False
     for key in ("hardware", "model"):
-        a, b = params.get(key), trial.get(key)
-        if not a or not b:
+        want, found = params.get(key), trial.get(key)
+        if not want or want == "unknown" or not found:
             unchecked = True
             continue
-        if plain(a, key) != plain(b, key):
-            return f"{key} is {a!r} in the calibration and {b!r} in the trial", unchecked
+        names = {plain(found, key)}
+        meta = read_json(Path(folder) / "samples.meta.json")[0]
+        if key == "hardware" and isinstance(meta, dict):
+            names.add(plain(calibrate.hardware_name(meta), key))
+        if plain(want, key) not in names:
+            return f"{key} is {want!r} in the calibration and {found!r} in the trial", unchecked
     return None, unchecked
 
 
@@ -746,7 +782,7 @@ def read_state(path, t0, t1, model):
     if not rows:
         return out
     names = [k for k in rows[0][1] if k]
-    temps = [x for _, r in rows for k in names if re.fullmatch(r"gpu\d+_temp(erature)?_c", k) and (x := number(r, k)) is not None]
+    temps = [x for _, r in rows for k in names if re.fullmatch(r"gpu\d+_temp_c", k) and (x := number(r, k)) is not None]
     at = inside([t for t, _ in rows], model)
     clocks = [
         x
@@ -757,7 +793,7 @@ def read_state(path, t0, t1, model):
     ]
     out["temp_max_c"] = max(temps, default=None)
     out["sm_mhz_median"] = float(np.median(clocks)) if clocks else None
-    reasons = [k for k in names if re.fullmatch(r"gpu\d+_throttle\w*", k)]
+    reasons = [k for k in names if re.fullmatch(r"gpu\d+_throttle_reasons", k) and any(r.get(k) for _, r in rows)]
     if reasons:
         limited = [any(throttled(r.get(k)) for k in reasons) for _, r in rows]
         times = np.array([t for t, _ in rows])
@@ -783,13 +819,16 @@ def throttled(cell):
 # ---------------------------------------------------------------- one trajectory
 
 
-def align(folder, calibration=None, other_calibration=False, trace_dir=None, timeline_dir=None):
-    """The row of one trajectory folder, as a dict with every name of COLUMNS. Raises InputError when there is no trial.json."""
+def align(folder, calibration=None, notes=(), trace_dir=None, timeline_dir=None):
+    """The row of one trajectory folder, as a dict with every name of COLUMNS. Raises InputError when there is no trial.json.
+
+    `calibration` is what load_calibration returns; `notes` are flags that the caller wants in the row.
+    """
     folder = Path(folder)
     trial, status = read_json(folder / "trial.json")
     if status != "ok" or not isinstance(trial, dict):
         raise InputError(f"{folder}/trial.json: {status}: unfinished, to be run again")
-    row, flags = dict.fromkeys(COLUMNS), set()
+    row, flags = dict.fromkeys(COLUMNS), set(notes)
     recording = trial.get("recording") if isinstance(trial.get("recording"), dict) else None
     row |= {k: trial.get(k) for k in ("trajectory", "task", "policy", "rep", "mode", "model", "agent", "profile", "hardware", "t_begin")}
     row["trajectory"] = row["trajectory"] or folder.resolve().name
@@ -799,7 +838,7 @@ def align(folder, calibration=None, other_calibration=False, trace_dir=None, tim
         row["recording_source"] = recording.get("source")
     try:
         seen = align_outcome(folder, trial, row, flags)
-        align_energy(folder, trial, row, flags, seen, calibration, other_calibration, concurrency, trace_dir, timeline_dir)
+        align_energy(folder, trial, row, flags, seen, calibration, concurrency, trace_dir, timeline_dir)
     except Exception as e:  # one odd folder must not cost the batch: the row says so, the exit code too
         flags.add("alignment_failed")
         print(f"{folder}: alignment failed: {type(e).__name__}: {e}; please report it with this folder", file=sys.stderr)
@@ -830,8 +869,9 @@ def align_outcome(folder, trial, row, flags):
 
     session = f"{attempt['dir'].name}__agent" if attempt else None
     shared = row["concurrency"] > 1
-    own = [c for c in calls or [] if not shared or (c["session"] == session if c["session"] else c["trial"] == row["trajectory"])]
-    others = [c for c in calls or [] if c not in own] if shared else []
+    mine = [not shared or (c["session"] == session if c["session"] else c["trial"] == row["trajectory"]) for c in calls or []]
+    own = [c for c, m in zip(calls or [], mine, strict=True) if m]
+    others = [c for c, m in zip(calls or [], mine, strict=True) if not m]
 
     outcome, reason, reward, exception, more = classify(trial, attempt, steps, own)
     flags |= more
@@ -846,7 +886,7 @@ def align_outcome(folder, trial, row, flags):
         t0 = own[0]["start"]
         flags.add("window_estimated")
     if t0 is not None and t1 is None:
-        stops = [span(result.get("verifier"))[0], end if trial.get("ended") != "harbor_failed" or not own else None]
+        stops = [span(result.get("verifier"))[0], end]
         finite = [c["end"] for c in own if math.isfinite(c["end"])]
         t1 = next((x for x in stops if x is not None and x > t0), max(finite, default=None))
         flags.add("window_estimated")
@@ -858,10 +898,11 @@ def align_outcome(folder, trial, row, flags):
     for c in own + others:
         if not math.isfinite(c["end"]):
             c["end"] = max(c["start"], t1 or c["start"])
-    early = [c for c in own if t0 is not None and (c["end"] <= t0 or c["start"] >= t1)]
+    apart = [t0 is not None and (c["end"] <= t0 or c["start"] >= t1) for c in own]
+    early = [c for c, out in zip(own, apart, strict=True) if out]
+    own = [c for c, out in zip(own, apart, strict=True) if not out]
     if early:
         flags.add("calls_outside")
-    own = [c for c in own if c not in early]
 
     # counts and tokens, all attempts
     row["setup_s"] = (
@@ -931,7 +972,7 @@ def harbor_totals(result, steps, own, row, flags):
         flags.add("tokens_differ")
 
 
-def align_energy(folder, trial, row, flags, seen, calibration, other_calibration, concurrency, trace_dir, timeline_dir):
+def align_energy(folder, trial, row, flags, seen, calibration, concurrency, trace_dir, timeline_dir):
     """Times, energies, estimates and closure into the row."""
     t0, t1, own, others = seen["t0"], seen["t1"], seen["calls"], seen["others"]
     model = union(clip([(c["start"], c["end"]) for c in own], t0, t1)) if t0 is not None else np.empty((0, 2))
@@ -978,7 +1019,7 @@ def align_energy(folder, trial, row, flags, seen, calibration, other_calibration
     idle_w = dict(calibration["idle"]) if calibration else {}
     if calibration:
         row["calib_sha256"] = calibration["sha256"]
-        differs, unchecked = mismatch(calibration["params"], trial)
+        differs, unchecked = mismatch(calibration["params"], trial, folder)
         if differs:
             flags.add("calibration_other")
         elif unchecked:
@@ -995,7 +1036,7 @@ def align_energy(folder, trial, row, flags, seen, calibration, other_calibration
 
     samples = open_samples(folder, flags)
     if samples is None:
-        estimates(row, flags, calibration, own, estimable, None, [], {}, concurrency)
+        estimates(row, flags, calibration, own, estimable, None, None, {})
         return
     domains = {g: [d for d in samples.domains if energylib.group(d) == g] for g in GROUPS}
     sources(row, flags, samples, domains)
@@ -1088,13 +1129,13 @@ def align_energy(folder, trial, row, flags, seen, calibration, other_calibration
                 flags.add("setup_not_covered")
     gone_j = other_j[where == "gone"] if len(where) else np.array([])
     if known(row["total_j"]) and seen["known"]:
-        row["wasted_j"] = float(whole[is_wasted].sum() + np.nansum(gone_j))
+        row["wasted_j"] = float(whole[is_wasted].sum() + gone_j.sum())
 
     pieces = {
         "dt": dt, "model": is_model & ~is_blind, "rest": ~is_model, "joules": group_j, "idle": group_idle, "blind": is_blind,
         "shared": idle_share,
     }  # fmt: skip
-    estimates(row, flags, calibration, own, estimable, pieces, present, idle_of, concurrency)
+    estimates(row, flags, calibration, own, estimable, pieces, summed, idle_of)
     if trace_dir or timeline_dir:
         view = {
             "row": row, "samples": samples, "domains": domains, "calls": own, "commands": commands, "t0": t0, "t1": t1, "seen": seen,
@@ -1120,7 +1161,7 @@ def split_sources(row, flags, seen, model):
     if t0 is None or not seen["known"]:
         return []
     if cast["events"]:
-        commands, offset, residual, more = commands_from_recording(cast, own, model, t0, t1)
+        commands, offset, residual, more = commands_from_recording(cast, own, seen["steps"], model, t0, t1)
         flags |= more
         row |= {"recording_offset_s": offset, "recording_residual_s": residual, "split_source": "recording"}
         return commands
@@ -1199,31 +1240,33 @@ def sources(row, flags, samples, domains):
         row[f"{g}_source"] = "+".join("estimated" if s == "model" else s for s in found) or "none"
 
 
-def quiet_power(samples, domains, a, b, tile_s=1.0):
+def quiet_power(samples, domains, a, b):
     """The trajectory's own quietest power: {total W, by_domain {domain: W}}, the 10th percentile over waiting tiles of about 1 s.
 
-    The first 0.3 s of each wait are left out: the step of the call before lies in them.
+    The first 0.3 s of each wait are left out: the last step of the call before lies in them. Where no wait is that long, by_domain
+    is from shorter tiles and the total, which is compared with the calibration, is not given.
     """
-    none = {"total": None, "by_domain": {}}
-    starts, ends = [], []
-    for x, y in union(np.column_stack([a, b])) if len(a) else []:
-        n = int((y - x - 0.3) // tile_s)
-        if n >= 1 and domains:
-            grid = np.linspace(x + 0.3, y, n + 1)
-            starts += list(grid[:-1])
-            ends += list(grid[1:])
-    if not starts:
-        return none
-    e = samples.energy(np.array(starts), np.array(ends))
-    dt = np.array(ends) - np.array(starts)
-    total = np.sum([e.joules[d] for d in domains], axis=0) / dt
-    if not np.isfinite(total).any():
-        return none
-    by_domain = {d: float(np.nanpercentile(e.joules[d] / dt, 10)) for d in samples.domains if np.isfinite(e.joules[d]).any()}
-    return {"total": float(np.nanpercentile(total, 10)), "by_domain": by_domain}
+    waits = union(np.column_stack([a, b])) if len(a) and domains else []
+    for tile_s, skip_s in ((1.0, 0.3), (0.2, 0.15)):
+        starts, ends = [], []
+        for x, y in waits:
+            n = int((y - x - skip_s) // tile_s)
+            if n >= 1:
+                grid = np.linspace(x + skip_s, y, n + 1)
+                starts += list(grid[:-1])
+                ends += list(grid[1:])
+        if not starts:
+            continue
+        e = samples.energy(np.array(starts), np.array(ends))
+        dt = np.array(ends) - np.array(starts)
+        total = np.sum([e.joules[d] for d in domains], axis=0) / dt
+        if np.isfinite(total).any():
+            by_domain = {d: float(np.nanpercentile(e.joules[d] / dt, 10)) for d in samples.domains if np.isfinite(e.joules[d]).any()}
+            return {"total": float(np.nanpercentile(total, 10)) if tile_s == 1.0 else None, "by_domain": by_domain}
+    return {"total": None, "by_domain": {}}
 
 
-def estimates(row, flags, calibration, own, estimable, pieces, present, idle_of, concurrency):
+def estimates(row, flags, calibration, own, estimable, pieces, summed, idle_of):
     """est_* and closure_*: from token counts and the call model alone, against the same calls and domains measured."""
     if not calibration or not own:
         return
@@ -1232,13 +1275,13 @@ def estimates(row, flags, calibration, own, estimable, pieces, present, idle_of,
     if not estimable:
         return
     est = predict(calibration, estimable)
-    above = {g: float(np.sum(est[f"{g}_above_idle_j"])) for g in ("gpu", "cpu") if est.get(f"{g}_above_idle_j") is not None}
     row["est_model_s"] = seconds = float(np.sum(est["time_s"]))
-    above = {g: j for g, j in above.items() if not present or g in present}
-    for g, j in above.items():
-        row[f"est_{g}_above_idle_j"] = j
-        if idle_of.get(g) is not None:
-            row[f"est_{g}_model_j"] = j + idle_of[g] * seconds
+    above = {g: float(np.sum(j)) for g in GROUPS if (j := est.get(f"{g}_above_idle_j")) is not None and (summed is None or g in summed)}
+    for g in ("gpu", "cpu"):
+        if g in above:
+            row[f"est_{g}_above_idle_j"] = above[g]
+            if idle_of.get(g) is not None:
+                row[f"est_{g}_model_j"] = above[g] + idle_of[g] * seconds
     if len(estimable) < len(own):
         flags.add("closure_partial")
     measured_s = sum(c["end"] - c["start"] for c in estimable)
@@ -1433,9 +1476,9 @@ def write_table(path, rows):
     os.replace(part, path)
 
 
-def align_all(folders, calibration=None, other_calibration=False, jobs=1, trace_dir=None, timeline_dir=None, progress=None):
+def align_all(folders, calibration=None, notes=(), jobs=1, trace_dir=None, timeline_dir=None, progress=None):
     """Rows of all folders, in their order."""
-    work = [(f, calibration, other_calibration, trace_dir, timeline_dir) for f in folders]
+    work = [(f, calibration, notes, trace_dir, timeline_dir) for f in folders]
     rows = []
     if jobs <= 1 or len(work) < 2:
         for w in work:
@@ -1443,9 +1486,11 @@ def align_all(folders, calibration=None, other_calibration=False, jobs=1, trace_
             if progress:
                 progress(len(rows), len(work))
         return rows
+    import multiprocessing
     from concurrent.futures import ProcessPoolExecutor
 
-    with ProcessPoolExecutor(min(jobs, len(work))) as pool:
+    # spawn: numpy may have started threads, which a fork would copy half
+    with ProcessPoolExecutor(min(jobs, len(work)), mp_context=multiprocessing.get_context("spawn")) as pool:
         for row in pool.map(align_one, work, chunksize=1 if len(work) < 50 else 4):
             rows.append(row)
             if progress:
@@ -1490,11 +1535,12 @@ def main(argv=None):
     args = p.parse_args(argv)
     if args.jobs < 1:
         p.error(f"--jobs {args.jobs}: expected 1 or more")
+    calibration, notes = None, ()
     try:
         calibration = load_calibration(args.calib)
     except InputError as e:
-        print(f"align_trial: {e}", file=sys.stderr)
-        return 2
+        print(f"align_trial: {e}; going on without estimates", file=sys.stderr)
+        notes = ("calibration_unreadable",)
     folders = []
     for d in args.dirs:
         trial, status = read_json(Path(d) / "trial.json")
@@ -1508,7 +1554,7 @@ def main(argv=None):
             print(f"align_trial: {d}: skipped, trial.json is {status} (unfinished; 04_run_trial.sh runs it again)", file=sys.stderr)
             continue
         if calibration and not args.allow_other_calibration:
-            differs, _ = mismatch(calibration["params"], trial)
+            differs, _ = mismatch(calibration["params"], trial, d)
             if differs:
                 print(
                     f"align_trial: {d}: {calibration['path']} does not fit: {differs}; calibrate there, or --allow-other-calibration",
@@ -1522,7 +1568,7 @@ def main(argv=None):
             file=sys.stderr,
         )
         return 2
-    rows = align_all(folders, calibration, args.allow_other_calibration, args.jobs, args.trace, args.timeline, show_progress())
+    rows = align_all(folders, calibration, notes, args.jobs, args.trace, args.timeline, show_progress())
     write_table(args.out, rows)
     outcomes = {k: sum(r["outcome"] == k for r in rows) for k in ("success", "fail", "unscored")}
     print(f"{args.out}: {len(rows)} trajectories, " + ", ".join(f"{n} {k}" for k, n in outcomes.items()))
