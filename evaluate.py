@@ -55,6 +55,7 @@ LEVEL = 0.95
 MIN_TASKS_T = 5  # fewer tasks than this: no interval
 MIN_TASKS_BOOTSTRAP = 10
 MAX_FOLDS = 40  # tasks are left out one by one up to this many, beyond it in this many groups of whole tasks
+ALL_TASKS, ALL_POLICIES = "(all tasks)", "(all policies)"  # rows of rq2_shares.csv that pool
 MAX_RETRIES = 50  # the retry table ends here, however many attempts a task has
 FIRST_CALLS = (1, 2, 5, 10)
 PHASES = ("model", "command", "waiting")
@@ -402,7 +403,8 @@ def read_trials(path):
         if bad.any():
             i = int(np.argmax(bad))
             raise InputError(
-                f"{path}: row {i + 1}, column {column}: found {frame[column].iloc[i]:g}, expected 0 or more; a reading that is missing is an empty cell"
+                f"{path}: row {i + 1}, column {column}: found {frame[column].iloc[i]:g}, expected 0 or more; "
+                "a reading that is missing is an empty cell"
             )
 
     before = len(frame)
@@ -423,7 +425,8 @@ def read_trials(path):
     nameless = ((frame["total_domains"] == "") & frame["total_j"].notna()).to_numpy()
     if nameless.any():
         raise InputError(
-            f"{path}: {frame['trajectory'].iloc[int(np.argmax(nameless))]}: total_j without total_domains; which domains does it sum? rerun align_trial.py"
+            f"{path}: {frame['trajectory'].iloc[int(np.argmax(nameless))]}: total_j without total_domains, so which domains it sums is not "
+            "known; rerun align_trial.py"
         )
     frame["source"] = [
         energy_source(d, g, c) for d, g, c in zip(frame["total_domains"], frame["gpu_source"], frame["cpu_source"], strict=True)
@@ -661,6 +664,10 @@ def above_idle(group, rows):
     return np.sum(parts, axis=0) if parts else np.full(len(rows), np.nan)
 
 
+def first_calls(k):
+    return "first call" if k == 1 else f"first {k} calls"
+
+
 def predictions(group, rows, y, target):
     """Every predictor of one target, each scored on tasks that it has not seen."""
     tasks, policies = rows["task"].to_numpy(str), rows["policy"].to_numpy(str)
@@ -694,7 +701,7 @@ def predictions(group, rows, y, target):
         have = np.isfinite(col[f"first{k}_total_j"])
         if not have.any():
             continue
-        word = f"first {k} call{'s' * (k > 1)}"
+        word = first_calls(k)
         fitted(f"{word}: that there are so many", "early", [ones], family, have)
         fitted(f"{word}: energy", "early", [ones, col[f"first{k}_total_j"]], family, have)
         fitted(f"{word}: tokens", "early", [ones, col[f"first{k}_prompt_tokens"], col[f"first{k}_completion_tokens"]], family, have)
@@ -858,10 +865,11 @@ def rq2(group):
     cells = rows.groupby(["task", "policy"], sort=True).indices
     for (task, policy), index in sorted(cells.items()):
         out.append(block(np.asarray(index), task, policy, False))
-    for policy, index in sorted(rows.groupby("policy", sort=True).indices.items()):
-        out.append(block(np.asarray(index), "(all tasks)", policy, True))
+    by_policy = rows.groupby("policy", sort=True).indices
+    for policy in policy_order(by_policy):
+        out.append(block(np.asarray(by_policy[policy]), ALL_TASKS, policy, True))
     if rows["policy"].nunique() > 1:
-        out.append(block(np.arange(len(rows)), "(all tasks)", "(all policies)", True))
+        out.append(block(np.arange(len(rows)), ALL_TASKS, ALL_POLICIES, True))
     return out
 
 
@@ -904,8 +912,8 @@ def configs(group, partial=False, cost=None):
     """One row per policy: outcomes, energy per trajectory and per goal with intervals, paired differences to a reference policy."""
     cost = cost or {}
     rows = group.rows
-    policies = sorted(rows["policy"].unique())
-    reference = "summarize-off" if "summarize-off" in policies else policies[0]
+    policies = policy_order(rows["policy"].unique())
+    reference = policies[0]
     tasks = sorted(rows["task"].unique())
     sums, out = {}, []
     for policy in policies:
@@ -1027,7 +1035,7 @@ def retry_budget(group):
     """One row per policy and k; tasks with fewer than k attempts are left out of that k and counted."""
     rows = group.scored
     out = []
-    for policy in sorted(rows["policy"].unique()):
+    for policy in policy_order(rows["policy"].unique()):
         r = rows[rows["policy"] == policy]
         success, energy = (r["outcome"] == "success").to_numpy(), r["total_j"].to_numpy(float)
         cells = [np.asarray(i) for _, i in sorted(r.groupby("task", sort=True).indices.items())]
@@ -1047,7 +1055,7 @@ def cutoff(group):
     """Descriptive curve (stop an attempt at x joules) and, from 5 tasks, a cut-off chosen on the other tasks and scored on each."""
     rows = group.scored
     out = []
-    for policy in sorted(rows["policy"].unique()):
+    for policy in policy_order(rows["policy"].unique()):
         r = rows[rows["policy"] == policy]
         success, energy = (r["outcome"] == "success").to_numpy(), r["total_j"].to_numpy(float)
         tasks, codes = np.unique(r["task"].to_numpy(str), return_inverse=True)
@@ -1183,7 +1191,16 @@ def significant(value, digits=3):
     return f"{rounded:.{max(0, digits - 1 - math.floor(math.log10(abs(rounded)))) if rounded else 0}f}"
 
 
-def percent(value, digits=0):
+def plural(n, word):
+    if n == 1:
+        return f"1 {word}"
+    return f"{n} {word[:-1]}ies" if word.endswith("ry") else f"{n} {word}s"
+
+
+def percent(value, digits=None):
+    """0.1234 -> '12 %', 0.01234 -> '1.2 %', unless the digits are given."""
+    if digits is None:
+        digits = int(value is not None and 0.0005 <= abs(value) < 0.0995)
     return "–" if value is None or not math.isfinite(value) else f"{100 * value:.{digits}f} %"
 
 
@@ -1194,7 +1211,11 @@ def span(row, name, show):
         return ""
     if hi is None:
         return f"{show(lo)} or more"
-    return f"{show(lo) if lo is not None else '0'} to {show(hi)}"
+    low, high = show(lo) if lo is not None else "0", show(hi)
+    unit = high.rpartition(" ")[2]
+    if low.endswith(f" {unit}"):  # 10 to 15 kJ rather than 10 kJ to 15 kJ
+        low = low.removesuffix(f" {unit}")
+    return f"{low} to {high}"
 
 
 def short_policies(policies):
@@ -1224,15 +1245,18 @@ def source_words(group):
 
 
 def stamp(group):
-    """The line under every figure: what these rows are."""
-    r = group.scored
-    return f"{behaviour_words(group)} · {source_words(group)} · {len(r)} trajectories, {r['task'].nunique()} tasks"
+    """What these rows are, in short: stands under every figure and over every table."""
+    r, b, source = group.scored, group.key["behaviour"], group.key["source"]
+    kind = b if b == "live" else "replay, origin unknown" if b == "replay" else f"{b} replay"
+    energy = f"energy {source}" if source else "no energy"
+    return f"{kind} · {energy} · {plural(len(r), 'trajectory')}, {plural(r['task'].nunique(), 'task')}"
 
 
 # ---------------------------------------------------------------------------------------------------------- figures
 
 BLUE, ORANGE, GREY = "#0b5a94", "#e08e0b", "#c3c9d0"  # told apart in grey too: dark, middle, light
 MARKERS = "osD^vP*X"
+POLICY_COLOURS = ["#0b5a94", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#7f6000"]  # after Okabe and Ito; markers differ too
 FIGURE_WIDTH = 3.6  # inches; one column of a paper, and 8 point letters are still read on a phone
 
 
@@ -1278,15 +1302,39 @@ def shorten(text, n):
     return text if len(text) <= n else text[: n - 1] + "…"
 
 
+def pool_policies(cells):
+    """Rows of rq2 per task and policy as rows per task: means and shares over all of its trajectories."""
+    out = {}
+    for r in cells:
+        out.setdefault(r["task"], []).append(r)
+    pooled = []
+    for task, some in out.items():
+        energy = [r["n"] * r["total_j"] for r in some]
+        row = {"task": task, "policy": ALL_POLICIES, "n": sum(r["n"] for r in some)}
+        row["total_j"] = sum(energy) / row["n"]
+        for c in (c for c in some[0] if c.endswith("_share")):
+            if all(r[c] is not None for r in some) and sum(energy) > 0:
+                row[c] = sum(e * r[c] for e, r in zip(energy, some, strict=True)) / sum(energy)
+        pooled.append(row)
+    return pooled
+
+
+def policy_order(policies):
+    """summarize-off first (the reference), then by number: 2k before 8k before 16k, then by name."""
+    return sorted(policies, key=lambda p: (p != "summarize-off", [int(x) if x.isdigit() else 0 for x in re.split(r"(\d+)", p)], p))
+
+
 def draw_shares(plt, group, rows):
     """Where the energy goes: share of model, command and waiting for each task and policy."""
-    cells = [r for r in rows if r["task"] != "(all tasks)"]
-    note = ""
-    if len(cells) > 40:
-        cells = sorted(cells, key=lambda r: (-r["total_j"] * r["n"], r["task"], r["policy"]))[:40]
-        note = ", the 40 with most energy"
-    cells = sorted(cells, key=lambda r: (r["task"], r["policy"]))
-    short = short_policies(sorted({r["policy"] for r in cells}))
+    cells = [r for r in rows if r["task"] != ALL_TASKS]
+    short = short_policies(policy_order({r["policy"] for r in cells}))
+    if len(cells) > 24:  # too many bars to read: the policies of a task together
+        short = {}
+        cells = pool_policies(cells)
+    note = f"; the 30 tasks with most energy of {len(cells)}" if len(cells) > 30 else ""
+    order = {p: i for i, p in enumerate(short)}
+    cells = sorted(cells, key=lambda r: (-r["total_j"], r["task"]))[:30] if not short else cells
+    cells = sorted(cells, key=lambda r: (r["task"], order[r["policy"]])) if short else cells
     height = 0.95 + 0.21 * len(cells)
     figure, ax = plt.subplots(figsize=(FIGURE_WIDTH, height))
     figure.stamp = stamp(group)
@@ -1344,7 +1392,7 @@ def draw_scatter(plt, group, kept, table):
     rows_n = (len(chosen) + 1) // 2
     figure, axes = plt.subplots(rows_n, 2, figsize=(FIGURE_WIDTH, 1.85 * rows_n + 0.3), squeeze=False)
     figure.stamp = stamp(group) + ("" if group.measured else " · circular")
-    policies = sorted(group.scored["policy"].unique())
+    policies = policy_order(group.scored["policy"].unique())
     of_row = group.scored["policy"].to_numpy(str)
     values = np.concatenate([y[y > 0], *[p.values[np.isfinite(p.values) & (p.values > 0)] for _, p in chosen]])
     lo, hi = values.min() / 1.4, values.max() * 1.4
@@ -1353,7 +1401,7 @@ def draw_scatter(plt, group, kept, table):
         ax.plot([lo, hi], [lo, hi], color="#5a6675", linewidth=0.8)
         for i, policy in enumerate(policies):
             use = (of_row == policy) & np.isfinite(p.values)
-            colour = plt.get_cmap("cividis")(0.1 + 0.75 * i / max(1, len(policies) - 1))
+            colour = POLICY_COLOURS[i % len(POLICY_COLOURS)]
             ax.scatter(
                 y[use],
                 p.values[use],
@@ -1418,7 +1466,9 @@ def draw_configs(plt, group, rows):
             if lo is not None and hi is not None:
                 ax.plot([lo, hi], [i + offset] * 2, color=edge, linewidth=1.4, solid_capstyle="butt")
             ax.plot([value], [i + offset], marker, markersize=5.5, markerfacecolor=colour, markeredgecolor=edge)
-            ax.annotate(joules(value), (value, i + offset), (0, 5), textcoords="offset points", fontsize=7, ha="center")
+            ax.annotate(
+                joules(value), (value, i + offset), (0, 5 if offset < 0 else -11), textcoords="offset points", fontsize=7, ha="center"
+            )
     ax.set_yticks(range(len(rows)), [shorten(r["policy"], 18) for r in rows])
     ax.set_ylim(len(rows) - 0.45, -0.6)
     left, right = ax.get_xlim()
@@ -1444,10 +1494,10 @@ def draw_retry(plt, group, rows):
         return None
     figure, ax = plt.subplots(figsize=(FIGURE_WIDTH, 2.7))
     figure.stamp = stamp(group)
-    policies = sorted({r["policy"] for r in rows})
+    policies = policy_order({r["policy"] for r in rows})
     for i, policy in enumerate(policies):
         mine = [r for r in rows if r["policy"] == policy]
-        colour = plt.get_cmap("cividis")(0.1 + 0.75 * i / max(1, len(policies) - 1))
+        colour = POLICY_COLOURS[i % len(POLICY_COLOURS)]
         x, y = [r["expected_energy_j"] / 1000 for r in mine], [100 * r["success_within_k"] for r in mine]
         ax.plot(x, y, marker=MARKERS[i % len(MARKERS)], markersize=4.5, color=colour, linewidth=1, markerfacecolor="white", label=policy)
         for r, a, b in zip(mine, x, y, strict=True):
@@ -1465,27 +1515,27 @@ def draw_retry(plt, group, rows):
 
 # ----------------------------------------------------------------------------------------------------------- report
 
-
-def tag(name, text, **attributes):
-    extra = "".join(f' {k.rstrip("_").replace("_", "-")}="{html.escape(str(v))}"' for k, v in attributes.items())
-    return f"<{name}{extra}>{text}</{name}>"
-
-
 esc = html.escape
 
 
-def html_table(caption, head, rows, css="stack"):
-    """Rows are lists of ready HTML cells, or a string for a row that spans the table. On a phone each row becomes a block."""
-    out = [
-        f'<table class="{css}"><caption>{caption}</caption><thead><tr>{"".join(tag("th", h, scope="col") for h in head)}</tr></thead><tbody>'
-    ]
+def tag(name, text, css=""):
+    return f'<{name} class="{css}">{text}</{name}>' if css else f"<{name}>{text}</{name}>"
+
+
+def html_table(caption, head, rows, css=""):
+    """Rows are lists of ready HTML cells, or a string for a row that spans the table. `name|wide` hides a column on phones."""
+    names, _, kinds = zip(*(h.partition("|") for h in head), strict=True)
+    labels = [esc(re.sub("<[^>]*>", "", n)) for n in names]
+    out = [f'<div class="table"><table class="{css}"><caption>{caption}</caption><thead><tr>']
+    out += [f'<th scope="col" class="{k}">{n}</th>' for n, k in zip(names, kinds, strict=True)]
+    out.append("</tr></thead><tbody>")
     for r in rows:
         if isinstance(r, str):
             out.append(f'<tr class="part"><td colspan="{len(head)}">{r}</td></tr>')
         else:
-            cells = (tag("td", f"<span>{c}</span>", data_label=re.sub("<[^>]*>", "", h)) for h, c in zip(head, r, strict=True))
-            out.append(f"<tr>{''.join(cells)}</tr>")
-    return "".join(out) + "</tbody></table>"
+            cells = zip(labels, kinds, r, strict=True)
+            out.append("<tr>" + "".join(f'<td class="{k}" data-label="{n}"><span>{c}</span></td>' for n, k, c in cells) + "</tr>")
+    return "".join(out) + "</tbody></table></div>"
 
 
 def with_span(value, interval):
@@ -1493,16 +1543,11 @@ def with_span(value, interval):
 
 
 def embed(path, alt, caption):
+    """The figure inside the page itself, or nothing where there is none."""
     if path is None:
         return ""
     data = base64.b64encode(Path(path).read_bytes()).decode()
     return f'<figure><img alt="{esc(alt)}" src="data:image/png;base64,{data}"><figcaption>{caption}</figcaption></figure>'
-
-
-def interval_words(row, name, show):
-    s = span(row, name, show)
-    tasks = f"{row['tasks']} task{'s' * (row['tasks'] != 1)}"
-    return f"95 % interval {s}; {tasks}" if s else f"no interval: {tasks}"
 
 
 def answer_goal(row):
@@ -1510,28 +1555,32 @@ def answer_goal(row):
     policy = f"<code>{esc(row['policy'])}</code>"
     attempts = row["success"] + row["fail"]
     if row["energy_per_goal_j"] is not None:
+        ci = span(row, "energy_per_goal_j", joules)
+        ci = f"95 % interval {ci}, {plural(row['tasks'], 'task')}" if ci else f"no interval from {plural(row['tasks'], 'task')}"
         return (
-            f"Under {policy} an accomplished goal took <strong>{joules(row['energy_per_goal_j'])}</strong> "
-            f"({interval_words(row, 'energy_per_goal_j', joules)}): {row['success']} of {attempts} scored attempts succeeded."
+            f"Under {policy} an accomplished goal took <strong>{joules(row['energy_per_goal_j'])}</strong> ({ci}); "
+            f"{row['success']} of {plural(attempts, 'scored attempt')} succeeded."
         )
     if row["energy_per_goal_lower_bound_j"] is not None:
+        tried = "the only scored attempt failed" if attempts == 1 else f"none of {attempts} scored attempts succeeded"
         return (
-            f"Under {policy} none of {attempts} scored attempts succeeded. They spent {joules(row['spent_j'])}, so a goal costs "
+            f"Under {policy} {tried}: {joules(row['spent_j'])} were spent, and a goal costs "
             f"<strong>at least {joules(row['energy_per_goal_lower_bound_j'])}</strong> (with 95 % confidence)."
         )
     if attempts == 0:
-        return f"Under {policy} no attempt could be scored ({row['unscored']} unscored, {row['pending']} pending), so nothing is known about the energy of a goal."
-    return f"Under {policy} no attempt has a known energy."
+        counts = f"{row['unscored']} unscored, {row['pending']} pending"
+        return f"Under {policy} no attempt could be scored ({counts}), so nothing is known about the energy of a goal."
+    return f"Under {policy} no scored attempt has a known energy."
 
 
 def overall_shares(rows):
     """The row over all tasks (and all policies, where there are several)."""
-    whole = [r for r in rows if r["task"] == "(all tasks)"]
+    whole = [r for r in rows if r["task"] == ALL_TASKS]
     return whole[-1] if whole else None
 
 
 def closure(group):
-    """Median, median size and number of the headline closure error."""
+    """Median, median size and number of the headline closure error; None without any."""
     v = group.rows["closure_model_above_idle"].to_numpy(float)
     v = v[np.isfinite(v)]
     return (float(np.median(v)), float(np.median(np.abs(v))), len(v)) if len(v) else None
@@ -1541,92 +1590,93 @@ def answer_shares(row):
     if not row:
         return ""
     ci = span(row, "model_share", percent)
+    ci = f" (95 % interval {ci})" if ci else ""
     return (
-        f"Model calls took <strong>{percent(row['model_share'])}</strong> of the energy{f' (95 % interval {ci})' if ci else ''}, "
+        f"Model calls took <strong>{percent(row['model_share'])}</strong> of the energy{ci}, "
         f"commands {percent(row['command_share'])}, waiting {percent(row['waiting_share'])}."
     )
 
 
-def answer_prediction(group, table, paired):
+def answer_prediction(group, table):
     rows = [r for r in table if r["target"] == "total_j" and r.get("mape") is not None]
     if not rows:
-        return "How well energy can be foretold cannot be said here: a predictor needs at least two tasks, one to learn from and one to be tested on."
+        return "How well energy can be foretold cannot be said: it takes at least two tasks, one to learn from and one to be tested on."
     if not group.measured:
-        return "Predictors are listed below only to show the method: where energy is busy time times a stated power, foretelling it from time or tokens is circular."
+        return (
+            "How well energy can be foretold is not claimed here: where it is busy time times a stated power, foretelling it from time "
+            "or tokens is circular."
+        )
     best = []
     for kind, words in (("ex-ante", "before the start"), ("post-hoc", "afterwards")):
         some = [r for r in rows if r["kind"] == kind]
         if some:
             r = min(some, key=lambda r: (r["mape"], r["predictor"]))
-            best.append(f"{words} the best predictor ({esc(r['predictor'])}) is off by {percent(r['mape'])} on average")
+            ci = span(r, "mape", percent)
+            best.append(f"{words} the best predictor ({esc(r['predictor'])}) is off by {percent(r['mape'])}{f' ({ci})' if ci else ''}")
     text = "; ".join(best)
-    return text[:1].upper() + text[1:] + ", each scored on tasks that it has not seen." if text else ""
+    return f"{text[:1].upper()}{text[1:]}, on average over tasks that it has not seen." if text else ""
 
 
 def notice(group):
-    """The banner: what must be known before any number is read."""
+    """What must be known before any number is read."""
     out = []
-    b = group.key["behaviour"]
+    b, source = group.key["behaviour"], group.key["source"]
     if b == "authored":
         out.append(
-            "<strong>Authored replies.</strong> The agent's replies in these trajectories were written by hand and replayed; its commands, the model's work, time and "
-            "energy are real. Outcomes, energy per goal, retries and the comparison of policies show how the method works and are no findings about any model."
+            "<strong>Authored replies.</strong> The agent's replies in these trajectories were written by hand and replayed; its commands, "
+            "the model's work and the time are real. Outcomes, energy per goal, retries and the comparison of policies show how the "
+            "method works and are no findings about any model."
         )
     elif b in ("recorded", "replay"):
+        origin = " whose origin is not stated" if b == "replay" else ""
         out.append(
-            "<strong>Replayed trajectories.</strong> The agent's replies come from recordings"
-            + (" whose origin is not stated" if b == "replay" else "")
-            + ". Energy and time are of this machine; outcomes are those of the recordings."
+            f"<strong>Replayed trajectories.</strong> The agent's replies come from recordings{origin}. Energy and time are of this "
+            "machine; outcomes are those of the recordings."
         )
-    if group.key["source"] not in ("measured", ""):
+    if source not in ("measured", ""):
         out.append(
-            f"<strong>Estimated energy.</strong> {esc(group.key['source'].capitalize())}: no energy counter was readable, so joules are busy time "
-            "times a stated power. Differences between rows are differences in processor time; anything that foretells energy from time is circular."
+            f"<strong>Estimated energy.</strong> {esc(source[:1].upper() + source[1:])}: where no energy counter was readable, joules are busy "
+            "time times a stated power. Differences between rows are then differences in processor time."
         )
     return f'<div class="notice">{"".join(tag("p", t) for t in out)}</div>' if out else ""
 
 
 def config_table(group, rows, cost):
-    head = [
-        "policy",
-        "planned",
-        "success / fail / unscored",
-        "success rate",
-        "energy per trajectory",
-        "energy per goal",
-        "if unscored fail / succeed",
-    ]
-    extra = [n for n in ("carbon", "price") if cost.get(n) is not None]
-    head += [{"carbon": "CO₂ per goal", "price": "price per goal"}[n] for n in extra]
+    head = ["policy", "planned", "success / fail / unscored", "success rate", "energy per trajectory", "energy per goal"]
+    bounds = any(r["unscored"] for r in rows)
+    head += ["per goal if the unscored fail / succeed"] * bounds
+    extra = {"carbon": ("CO₂ per goal", "carbon_per_goal_g", " g"), "price": ("price per goal", "price_per_goal", "")}
+    extra = [v for k, v in extra.items() if cost.get(k) is not None]
     body = []
     for r in rows:
         outcomes = f"{r['success']} / {r['fail']} / {r['unscored']}" + (f" + {r['pending']} pending" if r["pending"] else "")
         goal = with_span(joules(r["energy_per_goal_j"]), span(r, "energy_per_goal_j", joules))
         if r["energy_per_goal_j"] is None and r["energy_per_goal_lower_bound_j"] is not None:
             goal = with_span(f"≥ {joules(r['energy_per_goal_lower_bound_j'])}", f"{joules(r['spent_j'])} spent")
-        cells = [esc(r["policy"]), str(r["planned"]), outcomes, with_span(percent(r["success_rate"]), span(r, "success_rate", percent))]
+        cells = [esc(r["policy"]), str(r["planned"]), outcomes]
+        cells.append(with_span(percent(r["success_rate"]), span(r, "success_rate", percent)))
         cells += [with_span(joules(r["energy_per_trajectory_j"]), span(r, "energy_per_trajectory_j", joules)), goal]
-        cells += [f"{joules(r['energy_per_goal_if_unscored_fail_j'])} / {joules(r['energy_per_goal_if_unscored_succeed_j'])}"]
-        for n in extra:
-            value = r.get("carbon_per_goal_g" if n == "carbon" else "price_per_goal")
-            cells.append("–" if value is None else f"{significant(value)}{' g' if n == 'carbon' else ''}")
+        if bounds:
+            cells.append(f"{joules(r['energy_per_goal_if_unscored_fail_j'])} / {joules(r['energy_per_goal_if_unscored_succeed_j'])}")
+        cells += ["–" if r.get(c) is None else significant(r[c]) + unit for _, c, unit in extra]
         body.append(cells)
-    return html_table(f"Outcomes and energy per context policy ({esc(stamp(group))}).", head, body)
+    caption = f"Outcomes and energy per context policy ({esc(stamp(group))})."
+    return html_table(caption, head + [e[0] for e in extra], body, "stack")
 
 
 def difference_sentences(group, rows):
     out = []
     for r in rows:
         if r.get("paired_tasks"):
-            text = (
-                f"On the {r['paired_tasks']} task(s) that both have, <code>{esc(r['policy'])}</code> took {signed_joules(r['energy_difference_j'])} per trajectory "
-                f"compared with <code>{esc(r['reference_policy'])}</code>"
-            )
             ci = span(r, "energy_difference_j", signed_joules)
-            text += f" (95 % interval {ci}; sign-flip p = {r['energy_difference_j_p']:.2g})" if ci else " (too few tasks for an interval)"
+            ci = f" (95 % interval {ci}; sign-flip p = {r['energy_difference_j_p']:.2g})" if ci else " (too few tasks for an interval)"
+            text = (
+                f"On the {plural(r['paired_tasks'], 'task')} that both have, a trajectory under <code>{esc(r['policy'])}</code> took "
+                f"{signed_joules(r['energy_difference_j'])} against <code>{esc(r['reference_policy'])}</code>{ci}"
+            )
             if r.get("energy_per_goal_ratio") is not None:
-                ci = span(r, "energy_per_goal_ratio", lambda v: f"{v:.2f}")
-                text += f", and {r['energy_per_goal_ratio']:.2f} times the energy per goal{f' ({ci})' if ci else ''}"
+                ci = span(r, "energy_per_goal_ratio", significant)
+                text += f", and a goal {significant(r['energy_per_goal_ratio'])} times the energy{f' ({ci})' if ci else ''}"
             out.append(tag("p", text + "."))
     if out and group.key["behaviour"] != "live":
         out.append(tag("p", "The replies were fixed beforehand, so this is no finding about the policies."))
@@ -1638,92 +1688,99 @@ def signed_joules(v):
 
 
 def share_table(group, rows):
-    whole = [r for r in rows if r["task"] == "(all tasks)"]
-    cells = [r for r in rows if r["task"] != "(all tasks)"]
-    shown = cells if len(cells) <= 60 else sorted(cells, key=lambda r: (-r["total_j"] * r["n"], r["task"], r["policy"]))[:60]
+    whole = [r for r in rows if r["task"] == ALL_TASKS]
+    cells = [r for r in rows if r["task"] != ALL_TASKS]
     body = []
-    for r in whole + shown:
+    for r in whole + (cells if len(cells) <= 12 else []):
         bar = "".join(f'<i class="{p}" style="width:{100 * (r[f"{p}_share"] or 0):.2f}%"></i>' for p in PHASES)
         words = [with_span(percent(r[f"{p}_share"]), span(r, f"{p}_share", percent)) for p in PHASES]
-        name = f"{esc(r['task'])} <small>{esc(r['policy'])}</small>"
-        domains = ", ".join(f"{d.upper()} {percent(r[f'{d}_total_share'])}" for d in group.domains)
-        body.append([name, str(r["n"]), joules(r["total_j"]), f'<span class="bar" aria-hidden="true">{bar}</span>', *words, domains])
-    caption = f"Mean energy of a trajectory and where it went ({esc(stamp(group))})."
-    if len(cells) > len(shown):
-        caption += f" The {len(shown)} rows with most energy of {len(cells)}; all are in rq2_shares.csv."
-    return html_table(caption, ["task, policy", "n", "energy", "", "model", "command", "waiting", "domains"], body)
+        domains = "<br>".join(f"{d.upper()} {percent(r[f'{d}_total_share'])}" for d in group.domains)
+        name = f"{esc(r['task'].strip('()'))}<small>{esc(r['policy'].strip('()'))}</small>"
+        body.append([name, str(r["n"]), joules(r["total_j"]), *words, f'<span class="bar" aria-hidden="true">{bar}</span>', domains])
+    caption = f"Mean energy of a trajectory and where it went ({esc(stamp(group))}). Each task is in rq2_shares.csv."
+    head = ["", "n|wide", "energy", *(f'<span class="key"><i class="{p}"></i></span>{p}' for p in PHASES), "|wide", "domains|wide"]
+    return html_table(caption, head, body)  # the heads of the columns are the key to the bars
 
 
-def predictor_table(group, table, paired):
-    head = ["predictor", "fitted", "n", "mean error (MAPE)", "median error", "mean error, J", "rank correlation"]
-    body = []
+def predictor_table(group, table):
     rows = [r for r in table if r["target"] == "total_j"]
-    for kind in dict.fromkeys(r["kind"] for r in rows):
-        words = {
-            "ex-ante": "Known before the start",
-            "ex-ante, task seen": "Known before the start, when the same task has run before (scored on the trajectory left out, not on an unseen task)",
-            "early": "After the first calls (only trajectories with so many calls; different rows cover different trajectories)",
-            "post-hoc": "Known afterwards",
-        }[kind]
-        body.append(words)
-        for r in (r for r in rows if r["kind"] == kind):
-            if r.get("mape") is None:
-                body.append([esc(r["predictor"]), r["fitted"], "0", "not scored", "–", "–", "–"])
-                continue
-            rho = "–" if r["spearman"] is None else f"{r['spearman']:.2f}"
-            ape = with_span(percent(r["mape"], 1), span(r, "mape", lambda v: percent(v, 1)))
-            body.append([esc(r["predictor"]), r["fitted"], str(r["n"]), ape, percent(r["mdape"], 1), joules(r["mae_j"]), rho])
+
+    def cells(r, note=""):
+        name = f"{esc(r['predictor'])}<small>{note or ('not fitted' if r['fitted'] == 'no' else r['fitted'])}</small>"
+        if r.get("mape") is None:
+            return [name, "0", "not scored", "–", "–", "–"]
+        ape = with_span(percent(r["mape"], 1), span(r, "mape", lambda v: percent(v, 1)))
+        rho = "–" if r["spearman"] is None else f"{r['spearman']:.2f}"
+        return [name, str(r["n"]), ape, percent(r["mdape"], 1), joules(r["mae_j"]), rho]
+
+    body = ["Known before the start", *(cells(r) for r in rows if r["kind"] == "ex-ante")]
+    seen = [r for r in rows if r["kind"] == "ex-ante, task seen" and r.get("mape") is not None]
+    if seen:
+        body += ["Known before the start, if the task has run before (here the task is not unseen)", *(cells(r) for r in seen)]
+    early = []
+    for k in FIRST_CALLS:
+        some = [r for r in rows if r["kind"] == "early" and r["predictor"].startswith(f"{first_calls(k)}:") and r.get("mape") is not None]
+        if some:  # the first of each k is the constant over the same trajectories
+            best = min(some[1:] or some, key=lambda r: (r["mape"], r["predictor"]))
+            early.append(cells(best, f"a constant on the same trajectories: {percent(some[0]['mape'], 1)}"))
+    if early:
+        body += [
+            "Known after the first calls (best of energy and tokens; each row covers the trajectories that have so many calls)",
+            *early,
+        ]
+    body += ["Known afterwards", *(cells(r) for r in rows if r["kind"] == "post-hoc")]
     circular = "" if group.measured else " <strong>Circular: the energy is itself an estimate from busy time; no claim is made.</strong>"
-    out = html_table(
-        f"Error of each predictor of a trajectory's total energy ({esc(stamp(group))}). Kinds are not to be ranked against each other.{circular}",
-        head,
-        body,
+    caption = (
+        f"Error of predictors of a trajectory's total energy ({esc(stamp(group))}). Kinds are not ranked against each other.{circular}"
     )
-    if group.measured:
-        lines = []
-        for r in paired:
-            if r["target"] == "total_j" and r["compared"] in ("ex-ante", "post-hoc"):
-                ci = span(r, "difference", lambda v: percent(v, 1))
-                text = f"{r['kind']}: {esc(r['best'])} beats {esc(r['runner_up'])} by {percent(r['difference'], 1)} points of MAPE on the same {r['n']} trajectories"
-                text = text.replace(" % points", " percentage points")
-                text += f" (95 % interval {ci}; sign-flip p = {r['p_sign_flip']:.2g})." if ci else " (too few tasks for an interval)."
-                lines.append(tag("li", text))
-        if lines:
-            out += f"<ul>{''.join(lines)}</ul><p class='kicker'>The best was picked on the same data, so these p values are on the optimistic side.</p>"
-    return out
+    return html_table(caption, ["predictor", "n|wide", "mean error (MAPE)", "median|wide", "in joules|wide", "rank corr."], body)
+
+
+def paired_list(group, paired):
+    if not group.measured:
+        return ""
+    lines = []
+    for r in paired:
+        if r["target"] == "total_j" and r["compared"] in ("ex-ante", "post-hoc"):
+            points = f"{100 * r['difference']:.1f} percentage points"
+            ci = span(r, "difference", lambda v: f"{100 * v:.1f}")
+            ci = f"95 % interval {ci}; sign-flip p = {r['p_sign_flip']:.2g}" if ci else "too few tasks for an interval"
+            lines.append(
+                f"{r['kind']}: {esc(r['best'])} before {esc(r['runner_up'])} by {points} on the same {r['n']} trajectories ({ci})."
+            )
+    if not lines:
+        return ""
+    return f"<ul>{''.join(tag('li', x) for x in lines)}</ul><p>The best was picked on the same data, so these p values err on the low side.</p>"
 
 
 def retry_section(group, rows, cut):
     if not rows:
-        return ""
-    head = ["policy, attempts allowed", "tasks", "tasks solved", "expected energy per task", "energy per success"]
+        return tag("p", "No scored attempt with a known energy: nothing to say on retries.")
     body = []
     for r in (r for r in rows if r["k"] <= 8):
-        tasks = str(r["tasks"]) + (
-            f" ({r['tasks_with_fewer_attempts']} with fewer attempts left out)" if r["tasks_with_fewer_attempts"] else ""
-        )
-        body.append(
-            [f"{esc(r['policy'])}, up to {r['k']}", tasks, with_span(percent(r["success_within_k"]), span(r, "success_within_k", percent))]
-            + [with_span(joules(r[c]), span(r, c, joules)) for c in ("expected_energy_j", "energy_per_success_j")]
-        )
-    out = html_table(f"Retrying until the first success ({esc(stamp(group))}): exact mean over all orders of the attempts.", head, body)
-    for r in cut:
-        if r["kind"] == "held-out":
-            if r["recommended"] == "yes":
-                text = (
-                    f"Stopping an attempt at about {joules(r['cutoff_j'])} saves {percent(r['saving'])} of the energy per goal under <code>{esc(r['policy'])}</code> "
-                    f"(95 % interval {span(r, 'saving', percent)}), scored on tasks that the cut-off was not chosen on; {r['successes_lost']} of "
-                    f"{r['successes_kept'] + r['successes_lost']} successes would be lost."
-                )
-            else:
-                text = f"No cut-off in joules can be recommended under <code>{esc(r['policy'])}</code>: chosen on the other tasks it does not reliably save energy on the held-out one."
-            out += tag("p", text)
-    if cut and not any(r["kind"] == "held-out" for r in cut):
-        out += tag(
-            "p",
-            f"With fewer than {MIN_TASKS_T} tasks no cut-off is recommended; energy_cutoff.csv describes what one would have done to these runs.",
-        )
-    return out
+        left_out = f"; {r['tasks_with_fewer_attempts']} with fewer attempts left out" if r["tasks_with_fewer_attempts"] else ""
+        name = f"{esc(r['policy'])}, up to {r['k']}<small>{plural(r['tasks'], 'task')}{left_out}</small>"
+        cells = [with_span(percent(r["success_within_k"]), span(r, "success_within_k", percent))]
+        cells += [with_span(joules(r[c]), span(r, c, joules)) for c in ("expected_energy_j", "energy_per_success_j")]
+        body.append([name, *cells])
+    caption = f"Retrying until the first success ({esc(stamp(group))}): exact mean over all orders of the attempts."
+    out = [html_table(caption, ["policy, attempts allowed", "tasks solved", "energy per task", "energy per success"], body)]
+    held = [r for r in cut if r["kind"] == "held-out"]
+    for r in held:
+        policy = f"<code>{esc(r['policy'])}</code>"
+        if r["recommended"] == "yes":
+            text = (
+                f"Stopping an attempt at about {joules(r['cutoff_j'])} saves {percent(r['saving'])} of the energy per goal under {policy} "
+                f"(95 % interval {span(r, 'saving', percent)}), on tasks that the cut-off was not chosen on; {r['successes_lost']} of "
+                f"{r['successes_kept'] + r['successes_lost']} successes would be lost."
+            )
+        else:
+            text = f"No cut-off in joules is recommended under {policy}: chosen on the other tasks, it does not reliably save energy."
+        out.append(tag("p", text))
+    if cut and not held:
+        text = f"With fewer than {MIN_TASKS_T} tasks no cut-off is recommended; energy_cutoff.csv describes what one would have done here."
+        out.append(tag("p", text))
+    return "".join(out)
 
 
 def read_params(calib):
@@ -1746,16 +1803,13 @@ def calibration_words(params):
     """(term, text) pairs for the method section, as far as the calibration has them."""
     out = []
     idle = params.get("idle")
-    for state in ("loaded", "bare"):
+    for state, words in (("loaded", "idle power, model loaded"), ("bare", "idle power, no server")):
         powers = idle.get(state) if isinstance(idle, dict) else None
-        if isinstance(powers, dict):
-            found = [
-                f"{d} {significant(v['power_w'])} W" + (f" ({v['source']})" if v.get("source") else "")
-                for d, v in sorted(powers.items())
-                if isinstance(v, dict) and isinstance(v.get("power_w"), int | float)
-            ]
-            if found:
-                out.append((f"idle power, {'model loaded' if state == 'loaded' else 'no server'}", ", ".join(found)))
+        found = []
+        for d, v in sorted(powers.items()) if isinstance(powers, dict) else ():
+            if isinstance(v, dict) and isinstance(v.get("power_w"), int | float):
+                found.append(f"{d} {significant(v['power_w'])} W" + (f" ({v['source']})" if v.get("source") else ""))
+        out.append((words, ", ".join(found)))
     energy = params.get("energy")
     for domain, fit in energy.items() if isinstance(energy, dict) else ():
         try:
@@ -1764,104 +1818,74 @@ def calibration_words(params):
             continue
         if isinstance(held, int | float):
             text = f"held-out error {percent(held, 1)} of a call's energy above idle (a cell of context and output length left out)"
-            out.append((f"call model, {domain}", text))
+            out.append((f"call model, {domain.upper()}", text))
     return out
 
 
 def span_of_dates(group):
-    import datetime
-
     t = group.rows["t_begin"].to_numpy(float)
     t = t[np.isfinite(t)]
-    if not len(t):
-        return ""
-    days = [datetime.datetime.fromtimestamp(float(v), datetime.UTC).strftime("%Y-%m-%d") for v in (t.min(), t.max())]
-    return days[0] if days[0] == days[1] else f"{days[0]} to {days[1]}"
+    days = [pd.Timestamp(v, unit="s").strftime("%Y-%m-%d") for v in (t.min(), t.max())] if len(t) else [""]
+    return days[0] if days[0] == days[-1] else " to ".join(days)
 
 
 def values_of(group, column):
     return sorted({v for v in group.rows[column] if v})
 
 
-def method_section(group, params, cost):
-    r = group.rows
+def method_list(group, params, cost):
+    """The facts of the method section as a definition list."""
+    key, r = group.key, group.rows
+    recordings = sorted({v.split("@")[0] for v in values_of(group, "recording")})
+    counters = [", ".join(v for v in values_of(group, f"{d}_source") if v != "none") if d in group.domains else "" for d in ("gpu", "cpu")]
+    c = closure(group)
     pairs = [
-        ("model, hardware", " on ".join(x for x in (group.key["model"], group.key["hardware"]) if x)),
-        ("agent", ", ".join(x for x in (group.key["agent"], group.key["profile"] and f"profile {group.key['profile']}") if x)),
-        (
-            "behaviour",
-            behaviour_words(group) + (f" ({', '.join(values_of(group, 'recording')[:8])})" if values_of(group, "recording") else ""),
-        ),
-        ("energy", f"{source_words(group)}; domains {group.key['total_domains'] or 'none'}"),
-        (
-            "GPU counters",
-            ", ".join(v for v in values_of(group, "gpu_source") if v != "none") if "gpu" in group.domains else "none in these totals",
-        ),
-        (
-            "CPU counters",
-            ", ".join(v for v in values_of(group, "cpu_source") if v != "none") if "cpu" in group.domains else "none in these totals",
-        ),
+        ("model, hardware", " on ".join(x for x in (key["model"], key["hardware"]) if x)),
+        ("agent", ", ".join(x for x in (key["agent"], key["profile"] and f"profile {key['profile']}") if x)),
+        ("behaviour", behaviour_words(group) + (f" ({', '.join(recordings[:12])})" if recordings else "")),
+        ("energy", f"{source_words(group)}; domains {key['total_domains'] or 'none'}"),
+        ("source of GPU energy", counters[0]),
+        ("source of CPU energy", counters[1]),
         ("phases told apart by", ", ".join(values_of(group, "split_source"))),
         ("run on", span_of_dates(group)),
-        (
-            "size",
-            f"{len(group.scored)} scored trajectories, {r['task'].nunique()} tasks, {r['policy'].nunique()} policies, concurrency {group.key['concurrency'] or 'unknown'}",
-        ),
+        ("size", f"{plural(len(group.scored), 'scored trajectory')}, {plural(r['task'].nunique(), 'task')}"),
+        ("trajectories at a time", key["concurrency"]),
+        *(calibration_words(params) if params else ()),
     ]
-    if params:
-        pairs += calibration_words(params)
-    c = closure(group)
     if c:
-        pairs.append(
-            (
-                "closure error",
-                f"median {100 * c[0]:+.1f} % (size {percent(c[1], 1)}), {c[2]} trajectories: call model against measurement, above idle, model calls",
-            )
-        )
+        text = f"median {100 * c[0]:+.1f} %, typical size {percent(c[1], 1)}, {plural(c[2], 'trajectory')}"
+        text += ": tokens and calibration against the model calls above idle"
+        pairs.append(("closure error", text))
     if cost:
-        bits = [f"{cost['carbon']:g} g CO₂ per kWh"] * (cost.get("carbon") is not None) + [f"{cost['price']:g} per kWh"] * (
-            cost.get("price") is not None
-        )
-        pairs.append(("carbon and price", f"{', '.join(bits)}, times a PUE of {cost.get('pue', 1):g}; energies themselves are without it"))
-    listing = "".join(f"<dt>{esc(k)}</dt><dd>{esc(str(v))}</dd>" for k, v in pairs if v)
-    return (
-        f"<dl>{listing}</dl>"
-        "<p>A trajectory's total is the energy between the start and the end of the agent's execution; it is split exactly into model calls (on the wire), commands "
-        "(terminal busy, no call running) and waiting (the rest). Energy per goal is the energy of all scored attempts, failed ones included, divided by the successes. "
-        "Predictors are fitted to the other tasks and scored on the one left out; fitted ones minimise the mean relative error with coefficients of at least zero. "
-        f"Intervals (95 %) resample whole tasks: a studentised bootstrap from {MIN_TASKS_BOOTSTRAP} tasks, the t distribution on task means from {MIN_TASKS_T}, none below. "
-        "Lower bounds at zero successes use the exact binomial limit and take attempts as independent.</p>"
-    )
+        rates = {"carbon": "g CO₂ per kWh", "price": "per kWh"}
+        text = ", ".join(f"{cost[k]:g} {unit}" for k, unit in rates.items() if cost.get(k) is not None)
+        pairs.append(("carbon and price", f"{text}, times a PUE of {cost['pue']:g}; energies are without it"))
+    return "<dl>" + "".join(f"<dt>{esc(k)}</dt><dd>{esc(str(v))}</dd>" for k, v in pairs if v) + "</dl>"
 
 
-def estimated_section(group):
+def estimated_list(group):
     items = []
     source = group.key["source"]
     if source == "estimated":
-        items.append(
-            "All joules: busy time of the processors times a stated power per logical CPU, because no energy counter was readable."
-        )
+        items.append("All joules: busy time of the processors times a stated power per logical CPU.")
     elif source not in ("measured", ""):
         items.append(f"Part of the joules ({esc(source)}): the estimated part is busy time times a stated power.")
-    if any("power" in s for s in values_of(group, "gpu_source")):
+    if any("nvml-power" in s for s in values_of(group, "gpu_source")):
         items.append("GPU energy is integrated from power readings, because the energy counter was not readable.")
-    items.append("The call model (closure error, the predictor of that name): energy from token counts and the calibration.")
+    items.append("The call model (closure error, and the predictor of that name): energy from token counts and the calibration.")
     if "dram" not in group.domains:
-        items.append("Memory is not counted: no DRAM counter is part of these totals.")
-    items.append(
-        "Not measured at all: disk, network, fans, power supply, cooling. CPU counters include everything that ran on the machine, the measuring programs too."
-    )
-    return "<ul>" + "".join(tag("li", i) for i in items) + "</ul>"
+        items.append("Memory is not counted apart: no DRAM counter is part of these totals.")
+    return "".join(tag("li", i) for i in items)
 
 
-def caveats(group, rows, notes):
-    """What to distrust about these rows, worked out from them."""
+def caveats(group, rows, notes=()):
+    """What to distrust about these rows, worked out from them, as list items."""
     r, s, out = group.rows, group.scored, []
     tasks = s["task"].nunique()
     if tasks < MIN_TASKS_T:
-        out.append(f"{tasks} task{'s' * (tasks != 1)}: too few for any interval. The numbers describe these tasks and nothing beyond them.")
+        out.append(f"{plural(tasks, 'task')}: too few for any interval. The numbers describe these tasks and nothing beyond them.")
     elif tasks < MIN_TASKS_BOOTSTRAP:
-        out.append(f"{tasks} tasks: intervals rest on the t distribution and are wide for a reason.")
+        out.append(f"{tasks} tasks: intervals rest on the t distribution, which few tasks can only roughly justify.")
     per = s.groupby(["task", "policy"], sort=True).size()
     if len(per) and per.min() != per.max():
         out.append(f"Tasks have between {per.min()} and {per.max()} scored attempts; those with more weigh more.")
@@ -1869,182 +1893,135 @@ def caveats(group, rows, notes):
         out.append("One attempt per task and policy: luck and task cannot be told apart, and nothing can be said on retries.")
     total = {k: sum(row[k] for row in rows) for k in ("unscored", "missing", "pending", "no_energy", "planned")}
     if total["unscored"]:
-        out.append(
-            f"{total['unscored']} of {total['planned']} planned runs are unscored"
-            + (f", {total['missing']} of them left no row" if total["missing"] else "")
-            + "; the table bounds what they could change."
-        )
+        gone = f", {total['missing']} of them left no row" if total["missing"] else ""
+        out.append(f"{total['unscored']} of {total['planned']} planned runs are unscored{gone}; the table bounds what they could change.")
     if total["pending"]:
         out.append(f"{total['pending']} of {total['planned']} planned runs are still to come: every number here is provisional.")
     if total["no_energy"]:
-        out.append(f"{total['no_energy']} scored run(s) have no energy; energy per goal takes them at the mean of their task and policy.")
+        out.append(f"{plural(total['no_energy'], 'scored run')} without energy: taken at the mean of the same task and policy.")
     c = closure(group)
-    if c and c[1] > 0.1:
-        out.append(
-            f"The call model misses the energy above idle of the model calls by {percent(c[1])} (median): read its predictions as rough."
-        )
-    elif not c:
-        out.append("No closure error could be computed: estimate and measurement were never both there.")
-    coverage = s["coverage"].to_numpy(float)
-    low = int((coverage < 0.95).sum())
+    if c is None:
+        out.append("There is no closure error: estimate and measurement were never both there.")
+    elif c[1] > 0.1:
+        out.append(f"The call model typically misses the model calls' energy above idle by {percent(c[1])}: its predictions are rough.")
+    low = int((s["coverage"].to_numpy(float) < 0.95).sum())
     if low:
-        out.append(f"{low} trajectories have samples for less than 95 % of their time: totals hold, the split between phases is less sure.")
+        out.append(f"{plural(low, 'run')} with samples for less than 95 % of the time: totals hold, the split into phases is less sure.")
     hot = int((r["throttled_s"].to_numpy(float) > 0).sum())
     if hot:
-        out.append(f"The GPU throttled during {hot} trajectories.")
-    parts = (
-        np.nansum([s[f"{d}_{p}_j"].to_numpy(float) for d in group.domains for p in PHASES], axis=0)
-        if group.domains and len(s)
-        else np.empty(0)
-    )
-    off = int((np.abs(parts - s["total_j"].to_numpy(float)) > 1e-3 * s["total_j"].to_numpy(float) + 1e-6).sum()) if len(parts) else 0
+        out.append(f"The GPU throttled during {plural(hot, 'run')}.")
+    off = int(unsplit(group).sum())
     if off:
-        out.append(f"In {off} trajectories the parts do not add up to the total; the shares of those are wrong.")
-    if len({v for v in r["calib_sha256"] if v}) > 1:
-        out.append("Rows rest on different calibrations; estimates from tokens are not of one kind.")
+        out.append(f"In {plural(off, 'run')} the parts do not add up to the total, or are missing; shares leave those parts out.")
+    if len(values_of(group, "calib_sha256")) > 1:
+        out.append("Rows rest on different calibrations: estimates from tokens are not of one kind.")
     if (r["attribution"] == "shared").any():
-        out.append(
-            "Some calls ran at the same time as others; their energy was shared out by calibrated power, so compare shares rather than joules."
-        )
-    counted = {}
-    for text in r["flags"]:
-        for code in re.split(r"[\s,;|]+", text):
-            if code:
-                counted[code] = counted.get(code, 0) + 1
-    if counted:
-        listing = ", ".join(f"<code>{esc(k)}</code> ({v})" for k, v in sorted(counted.items(), key=lambda x: (-x[1], x[0]))[:12])
+        out.append("Calls overlapped; their energy was shared out by calibrated power. Compare shares rather than joules.")
+    flags = pd.Series([code for text in r["flags"] for code in re.split(r"[\s,;|]+", text) if code], dtype=object).value_counts()
+    if len(flags):
+        listing = ", ".join(f"<code>{esc(k)}</code> ({v})" for k, v in sorted(flags.items(), key=lambda x: (-x[1], x[0]))[:12])
         out.append(f"Flags raised by the alignment, with the number of trajectories: {listing}.")
-    out.append(
-        "Uncertainty of the counters' gain (the vendor's, about 5 %) is not in the intervals; it is the same for all rows and cancels in shares and ratios."
-    )
-    return "<ul>" + "".join(tag("li", i) for i in [*out, *map(esc, notes)]) + "</ul>"
+    return "".join(tag("li", i) for i in [*out, *map(esc, notes)])
 
 
-def group_section(result, cost):
+def unsplit(group):
+    """Which scored rows have phases that do not add up to the total."""
+    s = group.scored
+    if not group.domains:
+        return np.zeros(len(s), bool)
+    parts = np.sum([s[f"{d}_{p}_j"].to_numpy(float) for d in group.domains for p in PHASES], axis=0)
+    total = s["total_j"].to_numpy(float)
+    return ~(np.abs(parts - total) <= 1e-3 * total + 1e-6)
+
+
+def other_section(result, cost):
+    """A group that is not the largest, in short."""
     g = result["group"]
-    parts = [
-        notice(g),
-        "<h3>Energy per accomplished goal</h3>",
-        "".join(tag("p", answer_goal(r)) for r in result["configs"][:6]),
-        config_table(g, result["configs"], cost),
-        difference_sentences(g, result["configs"]),
-    ]
+    key = ", ".join(f"{k.replace('_', ' ')} {v}" for k, v in g.key.items() if v)
+    parts = [f"<h2>Not pooled with the above: {esc(stamp(g))}</h2>", tag("p", esc(key), "kicker"), notice(g)]
+    parts += [*(tag("p", answer_goal(r)) for r in result["configs"][:6]), config_table(g, result["configs"], cost)]
+    parts.append(difference_sentences(g, result["configs"]))
     if result["shares"]:
-        parts += [
-            "<h3>Where the joules went</h3>",
-            tag("p", answer_shares(overall_shares(result["shares"]))),
-            share_table(g, result["shares"]),
-        ]
-    return "".join(parts)
+        parts += [tag("p", answer_shares(overall_shares(result["shares"]))), share_table(g, result["shares"])]
+    return "".join([*parts, "<h3>What to distrust about these</h3>", tag("ul", caveats(g, result["configs"]))])
+
+
+def cards(first):
+    """The three or four numbers that stand out."""
+    g, rows, share, c = first["group"], first["configs"], overall_shares(first["shares"]), closure(first["group"])
+    out = []
+    goals = sorted(r["energy_per_goal_j"] for r in rows if r["energy_per_goal_j"] is not None)
+    bounds = [r["energy_per_goal_lower_bound_j"] for r in rows if r["energy_per_goal_lower_bound_j"] is not None]
+    if goals:
+        low, high = joules(goals[0]), joules(goals[-1])
+        text = low if low == high else f"{low.split()[0] if low.split()[1] == high.split()[1] else low} – {high}"
+        out.append((text, "per accomplished goal" + (", by policy" if low != high else "")))
+    elif bounds:
+        out.append((f"≥ {joules(min(bounds))}", "per accomplished goal (none was)"))
+    if share:
+        seconds = "" if share["total_s"] is None else f" of {share['total_s']:.0f} s"
+        out += [(joules(share["total_j"]), f"per trajectory{seconds}"), (percent(share["model_share"]), "of it in model calls")]
+    if c:
+        against = "measurement" if g.measured else "energy from busy time (circular)"
+        out.append((f"{100 * c[0]:+.1f} %", f"closure error: estimate from tokens against {against}, median of {c[2]}"))
+    return "".join(f'<div class="card"><b>{esc(a)}</b><span>{esc(b)}</span></div>' for a, b in out)
 
 
 def build_report(results, notes, params, cost, fingerprint, source_name):
-    """The whole page as text. The largest group is told in full, the others after it and by themselves."""
+    """The whole page as text: the template with the largest group told in full, the others after it and by themselves."""
     first = results[0]
-    g, figures = first["group"], first["figures"]
-    share, configs_rows = overall_shares(first["shares"]), first["configs"]
-    c = closure(g)
-    cards = []
-    best = [r for r in configs_rows if r["energy_per_goal_j"] is not None]
-    if best:
-        low, high = (f(r["energy_per_goal_j"] for r in best) for f in (min, max))
-        same = joules(low) == joules(high)
-        cards.append(
-            (joules(low) if same else f"{joules(low)} – {joules(high)}", "per accomplished goal" + ("" if same else ", by policy"))
-        )
-    elif any(r["energy_per_goal_lower_bound_j"] for r in configs_rows):
-        bound = min(r["energy_per_goal_lower_bound_j"] for r in configs_rows if r["energy_per_goal_lower_bound_j"])
-        cards.append((f"≥ {joules(bound)}", "per accomplished goal (none was)"))
-    if share:
-        cards.append(
-            (joules(share["total_j"]), f"per trajectory ({share['total_s']:.0f} s)" if share["total_s"] is not None else "per trajectory")
-        )
-        cards.append((percent(share["model_share"]), "of it in model calls"))
-    if c:
-        cards.append(
-            (
-                f"{100 * c[0]:+.1f} %",
-                f"closure error, median of {c[2]}: estimate from tokens against {'measurement' if g.measured else 'busy-time energy'}",
-            )
-        )
-    kicker = " · ".join(x for x in (g.key["model"], g.key["hardware"], span_of_dates(g)) if x)
-    body = [
-        tag("p", esc(kicker), class_="kicker"),
-        "<h1>What does an agent's goal cost in joules, and where do they go?</h1>",
-        notice(g),
-        tag("p", " ".join(answer_goal(r) for r in configs_rows[:4]), class_="answer"),
-        tag(
-            "p",
-            " ".join(x for x in (answer_shares(share), answer_prediction(g, first["predictors"], first["paired"])) if x),
-            class_="answer",
-        ),
-        '<div class="cards">' + "".join(f'<div class="card"><b>{esc(a)}</b><span>{esc(b)}</span></div>' for a, b in cards) + "</div>",
-    ]
-    if len(results) > 1:
-        others = "; ".join(
-            f"{len(r['group'].rows)} {esc(behaviour_words(r['group']))}, {esc(source_words(r['group']))}" for r in results[1:]
-        )
-        body.append(
-            tag(
-                "p",
-                f"This page tells the largest set of comparable runs first. Others are not pooled with it and follow below: {others}.",
-                class_="kicker",
-            )
-        )
-    body += [
-        embed(
+    g, figures, rows, share = first["group"], first["figures"], first["configs"], overall_shares(first["shares"])
+    others = "; ".join(f"{len(r['group'].rows)} {behaviour_words(r['group'])}, {source_words(r['group'])}" for r in results[1:])
+    if others:
+        others = f"This page tells the largest set of comparable runs first. Not pooled with it, at the end: {others}."
+    prediction = answer_prediction(g, first["predictors"])
+    fields = {
+        "title": f"Trajoule: {esc(g.key['model'] or 'energy of agent trajectories')}",
+        "kicker": esc(" · ".join(x for x in (g.key["model"], g.key["hardware"], span_of_dates(g)) if x)),
+        "notice": notice(g),
+        "answer": " ".join(answer_goal(r) for r in rows[:4]),
+        "answer_more": " ".join(x for x in (answer_shares(share), prediction) if x),
+        "cards": cards(first),
+        "others_line": tag("p", esc(others), "kicker") if others else "",
+        "shares_figure": embed(
             figures.get("shares"),
             "Share of energy in model calls, commands and waiting per task",
-            "Where a trajectory's energy goes. Numbers at the right: mean energy of a trajectory.",
+            "Where a trajectory's energy goes. At the right, the mean energy of a trajectory.",
         ),
-        "<h2>Energy per accomplished goal</h2>",
-        embed(
+        "goal_figure": embed(
             figures.get("configs"),
-            "Energy per trajectory and per goal, by policy",
-            "Energy per trajectory and per accomplished goal under each context policy; lines are 95 % intervals where tasks suffice.",
+            "Energy per trajectory and per accomplished goal, by policy",
+            "Energy per trajectory and per accomplished goal. Lines are 95 % intervals, where there are tasks enough for them.",
         ),
-        config_table(g, configs_rows, cost),
-        difference_sentences(g, configs_rows),
-        "<h2>Where the joules went</h2>",
-        '<p class="key"><i class="model"></i>model calls<i class="command"></i>commands<i class="waiting"></i>waiting</p>',
-        share_table(g, first["shares"]) if first["shares"] else tag("p", "No scored trajectory has a known energy."),
-        "<h2>Can a trajectory's energy be foretold?</h2>",
-        tag("p", answer_prediction(g, first["predictors"], first["paired"])),
-        embed(
+        "goal_table": config_table(g, rows, cost),
+        "differences": difference_sentences(g, rows),
+        "share_table": share_table(g, first["shares"]) if share else tag("p", "No scored trajectory has a known energy."),
+        "prediction": tag("p", prediction),
+        "scatter_figure": embed(
             figures.get("scatter"),
-            "Predicted against measured energy",
-            "Predicted against measured energy on tasks not seen; the band is ±20 %. Best predictor of each kind and the call model; kinds know different things and are not ranked.",
+            "Predicted against actual energy of each trajectory",
+            "Each trajectory's energy as foretold without having seen its task; the band is ±20 %. Best predictor of each kind, and the call "
+            "model. The kinds know different things and are not ranked.",
         ),
-        predictor_table(g, first["predictors"], first["paired"]) if first["predictors"] else "",
-        "<h2>When to stop retrying</h2>",
-        embed(
+        "predictor_table": predictor_table(g, first["predictors"]) if first["predictors"] else "",
+        "paired": paired_list(g, first["paired"]),
+        "retry_figure": embed(
             figures.get("retry"),
-            "Tasks solved against expected energy",
-            "Tasks solved within k attempts against the expected energy; numbers are k.",
+            "Tasks solved within k attempts against expected energy",
+            "Tasks solved within k attempts (the numbers) and the energy to expect, when a task is given up after k failures.",
         ),
-        retry_section(g, first["retry"], first["cutoff"]) or tag("p", "No scored attempt, nothing to say on retries."),
-        "<h2>How it was measured</h2>",
-        method_section(g, params, cost),
-        "<h2>What is estimated, what is not there</h2>",
-        estimated_section(g),
-        "<h2>What to distrust</h2>",
-        caveats(g, configs_rows, notes),
-    ]
-    for r in results[1:]:
-        other = r["group"]
-        body += [
-            f"<h2>Not pooled: {esc(stamp(other))}</h2>",
-            tag("p", esc(", ".join(f"{k.replace('_', ' ')} {v}" for k, v in other.key.items() if v)), class_="kicker"),
-        ]
-        body += [group_section(r, cost), "<h3>What to distrust</h3>", caveats(other, r["configs"], [])]
-    tables = "configs.csv, rq1_predictors.csv, rq1_paired.csv, rq2_shares.csv, retry_budget.csv, energy_cutoff.csv"
-    body.append(
-        f"<footer><p>Made by evaluate.py from {esc(source_name)} (SHA-256 of its sorted lines: <code>{fingerprint[:16]}</code>). All numbers are in {tables} beside this page.</p></footer>"
-    )
+        "retry": retry_section(g, first["retry"], first["cutoff"]),
+        "method": method_list(g, params, cost),
+        "min_bootstrap": MIN_TASKS_BOOTSTRAP,
+        "min_t": MIN_TASKS_T,
+        "estimated": estimated_list(g),
+        "caveats": caveats(g, rows, notes),
+        "other_groups": "".join(other_section(r, cost) for r in results[1:]),
+        "source": esc(source_name),
+        "fingerprint": fingerprint[:16],
+    }
     template = Template((Path(__file__).resolve().parent / "stages" / "report_template.html").read_text(encoding="utf-8"))
-    return template.substitute(
-        title=f"Trajoule: {esc(g.key['model'] or 'energy of agent trajectories')}", body="\n".join(b for b in body if b)
-    )
+    return template.substitute(fields)
 
 
 # ------------------------------------------------------------------------------------------------------------- main
@@ -2133,7 +2110,9 @@ def terminal_summary(results, notes, out):
             f"{behaviour_words(g)}; {source_words(g)} ({g.key['total_domains'] or 'no domains'}); {g.key['model'] or 'model unknown'}"
         )
         if share:
-            lines.append(f"  per trajectory   {joules(share['total_j'])} mean of {share['n']} trajectories on {share['tasks']} tasks")
+            lines.append(
+                f"  per trajectory   {joules(share['total_j'])} mean of {plural(share['n'], 'trajectory')} on {plural(share['tasks'], 'task')}"
+            )
             shares = ", ".join(f"{p} {percent(share[f'{p}_share'])}" for p in PHASES)
             ci = span(share, "model_share", percent)
             lines.append(f"  shares           {shares}{f' (model: {ci})' if ci else ''}")
