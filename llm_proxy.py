@@ -278,7 +278,8 @@ class JsonLines:
             while rest:
                 rest = rest[os.write(self.fd, rest):]
         except OSError:
-            os.ftruncate(self.fd, self.size)
+            with contextlib.suppress(OSError):  # a device, not a file
+                os.ftruncate(self.fd, self.size)
             raise
         self.size += len(data)
         self.lines += 1
@@ -1114,29 +1115,37 @@ async def write_eof(out):
         raise ClientGone from e
 
 
-async def serve(proxy, sock, ready=None):
-    """Serve on a bound socket until SIGTERM or SIGINT."""
+@contextlib.asynccontextmanager
+async def serving(proxy, sock):
+    """The proxy at work on a listening socket; at the end calls in flight are ended and recorded."""
     from aiohttp import web
 
     await proxy.open()
     server = web.Server(proxy.handle, handler_cancellation=True, auto_decompress=False, access_log=None, max_line_size=1 << 20,
                         max_field_size=1 << 20)
-    runner = web.ServerRunner(server)
+    runner = web.ServerRunner(server, shutdown_timeout=1)
     await runner.setup()
-    site = web.SockSite(runner, sock, backlog=1024, shutdown_timeout=1)
+    site = web.SockSite(runner, sock, backlog=1024)
+    await site.start()
+    prepare = asyncio.ensure_future(asyncio.to_thread(prepare_replay, proxy.replay)) if proxy.replay else None
+    try:
+        yield
+    finally:
+        await site.stop()
+        await proxy.close()
+        await runner.cleanup()
+        if prepare:
+            prepare.cancel()
+
+
+async def serve(proxy, sock, ready):
+    """Serve until SIGTERM or SIGINT."""
     stop = asyncio.Event()
     for s in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(s, stop.set)
-    await site.start()
-    if ready:
+    async with serving(proxy, sock):
         ready()
-    prepare = asyncio.ensure_future(asyncio.to_thread(prepare_replay, proxy.replay)) if proxy.replay else None
-    await stop.wait()
-    await site.stop()
-    await proxy.close()
-    await runner.cleanup()
-    if prepare:
-        prepare.cancel()
+        await stop.wait()
 
 
 def prepare_replay(replay):

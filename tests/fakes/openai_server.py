@@ -60,9 +60,9 @@ class Server:
         app.router.add_get("/v1/models", self.models)
         app.router.add_get("/health", self.health)
         app.router.add_route("*", "/echo/{tail:.*}", self.echo)
-        self.runner = web.AppRunner(app, handler_cancellation=True, auto_decompress=False, access_log=None)
+        self.runner = web.AppRunner(app, handler_cancellation=True, auto_decompress=False, access_log=None, shutdown_timeout=0.1)
         await self.runner.setup()
-        site = web.TCPSite(self.runner, "127.0.0.1", self.port, shutdown_timeout=0.1, backlog=1024)
+        site = web.TCPSite(self.runner, "127.0.0.1", self.port, backlog=1024)
         await site.start()
         self.port = site._server.sockets[0].getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
