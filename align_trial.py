@@ -722,21 +722,39 @@ def plain(value, key):
 # ---------------------------------------------------------------- energy on segments
 
 
-def segment_energy(samples, t0, t1, calls, busy, idle_w, powers):
-    """({domain: joules (k,)}, {domain: err (k,)}, covered (k,)) for segments [t0, t1).
+def segment_energy(samples, a, b, calls, busy, idle_w, powers):
+    """({domain: joules (k,)}, {domain: err (k,)}) of the segments [a, b).
 
-    A counter step that straddles a boundary is apportioned by what was going on. On a GPU only calls are above idle; on a CPU
-    commands are too.
+    A counter step that straddles a boundary is apportioned by what was going on. A GPU idles unless a call runs, and its idle power
+    is known. A CPU does not: commands and Harbor itself use it too, so its steps (one row each) are apportioned by the mean power
+    that model, command and waiting time have in this trajectory.
     """
-    e = samples.energy(t0, t1, calls=calls, idle_w=idle_w, call_power_w=powers)
-    joules, err = dict(e.joules), dict(e.err)
     host = [d for d in samples.domains if energylib.group(d) != "gpu"]
-    if host and len(busy):
-        both = np.vstack([calls, busy])
-        e2 = samples.energy(t0, t1, calls=both, idle_w=idle_w)
-        joules |= {d: e2.joules[d] for d in host}
-        err |= {d: e2.err[d] for d in host}
-    return joules, err, e.covered
+    gpu_idle = {d: w for d, w in idle_w.items() if d not in host}
+    e = samples.energy(a, b, calls=calls, idle_w=gpu_idle, call_power_w=powers)
+    joules, err = dict(e.joules), dict(e.err)
+    model = union(calls)
+    if not host or not len(a) or not len(model) + len(busy):
+        return joules, err
+    begin, end = min(a.min(), samples.t_begin) - 1, max(b.max(), samples.t_end) + 1
+    cuts = np.unique(np.r_[begin, end, clip(model, begin, end).ravel(), clip(busy, begin, end).ravel()])
+    phase = phases((cuts[:-1] + cuts[1:]) / 2, model, busy)
+    of_segment, dt = phases((a + b) / 2, model, busy), b - a
+    weights = {}
+    for d in host:
+        rest = np.nansum(joules[d]) / max(dt[np.isfinite(joules[d])].sum(), 1e-9)
+        mean = []
+        for p in range(3):
+            on = (of_segment == p) & np.isfinite(joules[d])
+            mean.append(joules[d][on].sum() / dt[on].sum() if dt[on].sum() > 0 else rest)
+        weights[d] = np.maximum(mean, 1e-9)[phase]
+    e = samples.energy(a, b, calls=np.column_stack([cuts[:-1], cuts[1:]]), idle_w=dict.fromkeys(host, 0.0), call_power_w=weights)
+    return joules | {d: e.joules[d] for d in host}, err | {d: e.err[d] for d in host}
+
+
+def phases(t, model, busy):
+    """0 model, 1 command, 2 waiting for each time."""
+    return np.where(inside(t, model), 0, np.where(inside(t, busy), 1, 2))
 
 
 def call_powers(calibration, calls):
@@ -1067,11 +1085,11 @@ def align_energy(folder, trial, row, flags, seen, calibration, concurrency, trac
     if known(row["idle_quiet_w"]) and known(idle_of[lead]) and idle_of[lead] > 0 and abs(row["idle_quiet_w"] / idle_of[lead] - 1) > 0.03:
         flags.add("idle_drift")
     apportion = dict(idle_w)
-    if not calibration and quiet["by_domain"]:
+    if not calibration and domains["gpu"] and quiet["by_domain"]:
         apportion = quiet["by_domain"]
         flags.add("idle_from_trajectory")
-    joules, err, _ = segment_energy(
-        samples, np.r_[a, [x for _, x, _ in outside]], np.r_[b, [y for _, _, y in outside]], intervals, busy, apportion or None, powers
+    joules, err = segment_energy(
+        samples, np.r_[a, [x for _, x, _ in outside]], np.r_[b, [y for _, _, y in outside]], intervals, busy, apportion, powers
     )
     n = len(a)
     if t0 is not None:
@@ -1140,7 +1158,7 @@ def align_energy(folder, trial, row, flags, seen, calibration, concurrency, trac
         view = {
             "row": row, "samples": samples, "domains": domains, "calls": own, "commands": commands, "t0": t0, "t1": t1, "seen": seen,
             "segments": (a, b, np.select([is_model, is_command], ["model", "command"], "waiting")), "joules": whole, "idle": idle_w,
-            "intervals": intervals, "apportion": apportion or None,
+            "intervals": intervals, "apportion": apportion,
         }  # fmt: skip
         if trace_dir:
             write_trace(Path(trace_dir) / f"{row['trajectory']}.json", view)
@@ -1410,7 +1428,7 @@ def write_timeline(path, view):
     fig, axes = plt.subplots(len(groups), 2, figsize=(9, 1.2 + 1.9 * len(groups)), width_ratios=[4, 1], squeeze=False, layout="constrained")
     edges = np.unique(np.r_[np.linspace(t0, t1, min(1200, max(2, int((t1 - t0) * 10)))), a, b])
     edges = edges[np.r_[True, np.diff(edges) > 1e-6]]
-    energy, _, _ = segment_energy(view["samples"], edges[:-1], edges[1:], view["intervals"], busy_of(view), view["apportion"], None)
+    energy, _ = segment_energy(view["samples"], edges[:-1], edges[1:], view["intervals"], busy_of(view), view["apportion"], None)
     phase = label[np.clip(np.searchsorted(a, (edges[:-1] + edges[1:]) / 2, side="right") - 1, 0, len(a) - 1)]
     for (left, right), g in zip(axes, groups, strict=True):
         power = np.sum([energy[d] for d in view["domains"][g]], axis=0) / np.diff(edges)
@@ -1427,7 +1445,7 @@ def write_timeline(path, view):
         left.set_ylim(bottom=0)
         parts = {k: row[f"{g}_{k}_j"] for k in PHASE_COLOURS if known(row[f"{g}_{k}_j"])}
         bars = right.bar(list(parts), list(parts.values()), color=[PHASE_COLOURS[k] for k in parts])
-        right.bar_label(bars, fmt="%.3g", fontsize=8)
+        right.bar_label(bars, labels=[f"{x:.0f}" if x >= 100 else f"{x:.3g}" for x in parts.values()], fontsize=8)
         right.set_ylabel("energy (J)")
         right.margins(y=0.15)
         right.tick_params(axis="x", labelsize=7)
