@@ -26,6 +26,7 @@ An unreadable value is an empty cell. Exit code 2: nothing to measure, or bad ar
 import argparse
 import contextlib
 import json
+import math
 import os
 import platform
 import re
@@ -74,16 +75,20 @@ class Tracker:
     lies in (both seconds, monotonic), time at which the value was read. `between()` is called once per step, when no read is due.
 
     A read begun at t0 and ended at t1 saw the counter somewhere in between. Reads that begin before the flip time F (step time
-    minus the unknown delay inside a read) see the old value, later ones the new one; the step lies in [F, F + latency]. F is
-    tracked by a loop that moves only when a read contradicts it. Short reads bracket each step: one read ends up before it, the
-    next after it, and the interval is certain. When reads are so long that two of them would be wider than F is known (median
-    above PROBE_S), one read per step is begun just before or just after F, in turns, and the interval follows from F.
+    minus the unknown delay inside a read) see the old value, later ones the new one; the step lies in [F, F + latency]. F and the
+    period are estimated with their covariance from these yes-or-no answers (a Gaussian filter with probit likelihood).
+    Short reads bracket each step: one read ends up before it, the next after it, and the interval is certain. When reads are so
+    long that two of them would be too wide (median above PROBE_S), one read per step is begun at F: what it sees bounds the step
+    on one side with certainty, F bounds it on the other.
     """
 
-    PROBE_S = 0.0042  # two reads of this length bracket a step to +-5 ms
-    BURST, RATE = 45, 29.0  # reads: a reserve for finding the period, then at most so many per second
-    MARGIN_S = 0.0004  # shortest distance kept from the expected flip
+    PROBE_S = 0.0036  # two reads of this length still bracket a step to +-5 ms
+    WIDTH_S = 0.0096  # with longer reads the stated interval may be this wide, or 2 ms more than a read
+    BURST, RATE = 55, 29.0  # reads: a reserve for finding the period, then at most so many per second
+    AIM_S = 0.00025  # so much after the expected flip a single read is begun
+    NEAREST_S = 0.0004  # shortest distance kept from the expected flip
     MIN_TRACK_S = 0.08  # faster counters: only every n-th step is located
+    NOISE_S = (0.0003, 0.004)  # scatter of F: the counter's jitter and the delay inside a read
 
     def __init__(self, read, now, sleep_until, emit, tick_s=0.1, stopped=lambda: False, between=lambda: None):
         self.read, self.now, self.sleep_until, self.emit = read, now, sleep_until, emit
@@ -166,10 +171,11 @@ class Tracker:
         """Poll until the period is known. True: locked (period, flip). False: not yet (the caller calls again)."""
         flips = []  # (begin of the last read that saw the old value, begin and end of the first that saw the new)
         old = self._read()
-        seen = 1
+        seen, fast = 1, False
         while not self.stopped():
-            spacing = max(0.007, self._latency())
-            if len(flips) == 0 and seen > 300:
+            # close together at first: a counter that steps twice in the first 12 reads is a fast one
+            spacing = max(0.004 if seen < 12 or fast else 0.007, self._latency())
+            if not flips and seen > 300:
                 spacing = 0.04  # it does not step at all, or less than every few seconds
             self._wait(old[0] + spacing)
             new = self._read()
@@ -179,38 +185,70 @@ class Tracker:
                 self._found(new[2], old[0], new[1])
                 self.between()
             old = new
+            fast |= seen == 12 and len(flips) >= 2
             if seen >= 24 and len(flips) > 0.85 * seen:
                 return self._fast()
-            if len(flips) >= 4 and self._fit(flips):
+            if len(flips) >= (7 if fast else 4) and self._fit(flips):
                 return True
-            if len(flips) >= 12:
-                flips = flips[-6:]
+            if len(flips) >= 16:
+                flips = flips[-8:]
         return False
 
     def _fit(self, flips):
         """Period and next flip from the flips of the search, if they agree with a constant period."""
         middle = [(a + b) / 2 for a, b, _ in flips]
         width = max(b - a for a, b, _ in flips)
-        gaps = sorted(b - a for a, b in zip(middle, middle[1:], strict=False))
-        base = gaps[len(gaps) // 4]
-        if base < 0.9 * width:
+        gaps = [b - a for a, b in zip(middle, middle[1:], strict=False)]
+        base = sorted(gaps)[len(gaps) // 4]
+        # either every step was seen, or a slow read made some be missed: then gaps are multiples of the shorter ones
+        for counts in ([1] * len(gaps), [max(1, round(gap / base)) for gap in gaps]):
+            index = [sum(counts[:k]) for k in range(len(middle))]
+            n = len(index)
+            mean_i, mean_t = sum(index) / n, sum(middle) / n
+            spread = sum((i - mean_i) ** 2 for i in index)
+            period = sum((i - mean_i) * (t - mean_t) for i, t in zip(index, middle, strict=True)) / spread
+            worst = max(abs(t - mean_t - period * (i - mean_i)) for i, t in zip(index, middle, strict=True))
+            if worst < 0.8 * width and period > 0.9 * width:
+                break
+        else:
             return False
-        index = [0]
-        for gap in (b - a for a, b in zip(middle, middle[1:], strict=False)):
-            index.append(index[-1] + max(1, round(gap / base)))
-        n = len(index)
-        mean_i, mean_t = sum(index) / n, sum(middle) / n
-        spread = sum((i - mean_i) ** 2 for i in index)
-        period = sum((i - mean_i) * (t - mean_t) for i, t in zip(index, middle, strict=True)) / spread
-        worst = max(abs(t - mean_t - period * (i - mean_i)) for i, t in zip(index, middle, strict=True))
-        if worst > width or period <= 0:
-            return False
-        self.period = period
-        self.flip = mean_t + period * (index[-1] - mean_i)
-        self.before = self.after = min(width, period / 5)  # distances from the flip at which to read
-        self.gain = 0.3
-        self.margin, self.sign, self.lost = 0.0009, 1, 0
+        self.period, self.flip = period, mean_t + period * (index[-1] - mean_i)
+        sd = width / 3
+        slope = sd**2 / spread
+        # covariance of (flip, period)
+        self.cov = [sd**2 / n + slope * (index[-1] - mean_i) ** 2, slope * (index[-1] - mean_i), slope]
+        self.noise, self.lost, self.astray, self.fitted, self.turn = 0.0007, 0, 0.0, period, 0
         return True
+
+    def _advance(self, skip):
+        """The filter's prediction for `skip` steps ahead."""
+        pp, pt, tt = self.cov
+        # the period wanders (1 % in a minute is 1.7 microseconds a step)
+        tt += skip * 5e-11
+        self.cov = [pp + 2 * skip * pt + skip * skip * tt + skip * 1e-9, pt + skip * tt, tt]
+        self.flip += skip * self.period
+
+    def _saw(self, read, new):
+        """`read` saw the new value or still the old one: update flip, period, covariance, noise."""
+        t0, t1, _ = read
+        if new and t1 - t0 > 1.5 * self._latency():
+            return  # a read held up somewhere: that it saw the new value says little about its begin
+        pp, pt, tt = self.cov
+        v = math.sqrt(pp + self.noise**2)
+        side = -1.0 if new else 1.0
+        u = side * (self.flip - t0) / v
+        tail = 0.5 * math.erfc(-u / math.sqrt(2))
+        r = math.exp(-u * u / 2) / math.sqrt(2 * math.pi) / tail if u > -6 else -u
+        shrink = r * (r + u) / (v * v)
+        self.flip += side * r * pp / v
+        self.period += side * r * pt / v
+        self.cov = [pp - shrink * pp * pp, pt - shrink * pp * pt, tt - shrink * pt * pt]
+        lowest, highest = self.NOISE_S
+        self.astray += 0.1 * ((u < -2) - self.astray)
+        if u < -1:  # a surprise: one answer in six or less
+            self.noise = min(highest, self.noise * 1.2)
+        elif 1 < u < 2.5:
+            self.noise = max(lowest, self.noise * 0.98)
 
     def _fast(self):
         """The counter changes with every read: the read's own time is the step. One read a tick."""
@@ -231,56 +269,56 @@ class Tracker:
         skip = max(1, round(max(self.tick_s, self.MIN_TRACK_S) / self.period - 0.05)) if self.period < 0.95 * self.tick_s else 1
         latency = self._latency()
         probe = latency >= self.PROBE_S
-        lead = (0.55 * self.period if skip > 1 and probe else 0.0) + max(self.before, self.margin)
-        self.flip += skip * self.period
-        while self.flip - lead < self.now() - self.before:  # late: this one is past
-            self.flip += self.period
+        reach = max(self.NEAREST_S, 1.5 * math.sqrt(self.cov[0] + self.noise**2))
+        lead = reach + (1.2 * latency + 0.001 if skip > 1 and probe else 0.0)
+        every = skip
+        while self.flip + skip * self.period - lead < self.now() - reach / 2:  # late: that one is past
             skip += 1
-        move = self._probe(skip, latency) if probe else self._bracket(skip, latency)
-        if move is None:
-            self.lost += 1
-        else:
-            self.lost = 0 if abs(move) < self.period / 4 else self.lost + 1
-            self.flip += 0.7 * move
-            self.period += self.gain * move / skip
-            self.gain = max(0.03, self.gain * 0.93)
+        if self.tokens < 4:  # short of reads: rather miss a step than read at the wrong moment
+            skip += every
+        self._advance(skip)
+        found = self._probe(skip, latency) if probe else self._bracket(skip, min(reach, self.period / 4))
+        self.lost = 0 if found else self.lost + 1
         self.between()
-        return self.lost < 6
+        # wrong answers all the time, or a period far from the one found: locked to something that is not there
+        return self.lost < 5 and self.astray < 0.6 and abs(self.period / self.fitted - 1) < 0.2
 
-    def _bracket(self, skip, latency):
-        """Read before and after the flip; the step's interval is certain. Returns how far the flip must move, None if not seen."""
-        known = self.last[2] if skip == 1 else None
-        seen_at = self.last[0]
-        self._wait(self.flip - self.before)
+    def _bracket(self, skip, reach):
+        """Read before and after the flip; the step's interval is certain. Whether the step was where it was expected."""
+        known, seen_at = (self.last[2] if skip == 1 else None), self.last[0]
+        flip = self.flip
+        self._wait(flip - reach)
         a = self._read()
-        soft = self.flip - 3 * self.before - 0.0005
-        if known is not None and a[2] != known:  # earlier than expected
-            return self._early(a, seen_at, soft, a[0] - self.flip)
-        self._wait(max(a[1], self.flip + self.after))
+        if known is not None and a[2] != known:
+            return self._early(a, max(seen_at, flip - 3 * reach), flip)
+        self._wait(max(a[1], flip + reach))
         b = self._read()
+        if skip > 1 and b[1] - a[0] > 0.8 * self.period:
+            return True  # a read was held up: which step changed the value cannot be told
         if b[2] != a[2]:
+            self._saw(a, False)
+            self._saw(b, True)
             self._found(b[2], a[0], b[1])
-            self.before = max(self.MARGIN_S, self.before * 0.97)
-            self.after = max(self.MARGIN_S, self.after * 0.97)
-            return min(max(0.0, a[0] - self.flip), b[0] - self.flip) if b[0] < self.flip else max(0.0, a[0] - self.flip)
-        late = self._later(b, self.flip + 0.45 * self.period)
+            return True
+        late = self._later(b, flip + 0.45 * self.period, reach)
         if late is not None:
             old, new = late
+            self._saw(old, False)
+            self._saw(new, True)
             self._found(new[2], old[0], new[1])
-            self.after = min(self.period / 4, self.after * 1.6)
-            return old[0] - self.flip
+            return old[0] - flip < 0.25 * self.period
         if known is None:  # unchanged on both sides and for half a period on: the step came before the first read
-            return self._early(a, a[0] - self.period / 2, soft, a[0] - self.flip)
-        return None
+            return self._early(a, flip - 3 * reach, flip)
+        return False
 
-    def _early(self, a, seen_at, soft, move):
-        self._found(a[2], max(seen_at, min(soft, a[0] - 0.001)), a[1])
-        self.before = min(self.period / 4, self.before * 1.6)
-        return min(move, 0.0)
+    def _early(self, a, since, flip):
+        """The value had changed already when read `a` began."""
+        self._saw(a, True)
+        self._found(a[2], min(since, a[0] - self.NEAREST_S), a[1])
+        return flip - a[0] < 0.25 * self.period
 
-    def _later(self, old, until):
+    def _later(self, old, until, pause):
         """Read on until the value changes -> (last old read, first new one), or None."""
-        pause = 0.0
         while old[1] < until and not self.stopped():
             self._wait(old[1] + pause)
             new = self._read()
@@ -290,30 +328,36 @@ class Tracker:
         return None
 
     def _probe(self, skip, latency):
-        """One read begun just before or just after the flip. The step's interval follows from the flip and the read's length."""
+        """One read begun at the flip. Whether the step was where it was expected."""
+        sd = math.sqrt(self.cov[0] + self.noise**2)
         old = self.last
         if skip > 1:  # what is the value before this step?
-            self._wait(self.flip - min(0.5 * self.period, latency + 0.002))
+            self._wait(self.flip - 1.2 * latency - 0.001)
             old = self._read()
-        self.sign = -self.sign
-        self._wait(self.flip + self.sign * self.MARGIN_S)
+            if old[1] > self.flip + 0.3 * self.period:
+                return True  # held up: it may have seen another step
+        flip = self.flip
+        # A little late, so that most reads see the new value: they need no second read, and their interval is the narrow one.
+        # Every eighth is early enough to see the old one: that shows when F is late, and how much it scatters.
+        self.turn = (self.turn + 1) % 8
+        self._wait(flip + (self.AIM_S if self.turn else -1.4 * sd))
         x = self._read()
-        lo, hi = self.flip - self.margin, self.flip + latency + self.margin
+        margin = max(0.0017, 3.0 * math.sqrt(self.cov[0]), self.WIDTH_S - latency - self.AIM_S)
+        wide = max(margin, 3.2 * sd)
+        if latency + 4 * self.noise > self.period or latency > 0.45 * self.period:  # reads so long and so unsteady that they may see the neighbouring step
+            margin = wide = max(wide, self.period / 2)
         if x[2] != old[2]:
-            new, sure_lo, sure_hi = x, old[0], x[1]
-            move = min(0.0, x[0] - self.flip - self.MARGIN_S / 2)
-        else:
-            late = self._later(x, self.flip + 0.6 * self.period + latency)
-            if late is None:
-                return None
-            last_old, new = late
-            sure_lo, sure_hi = last_old[0], new[1]
-            move = max(0.0, last_old[0] - self.flip + self.MARGIN_S / 2)
-        lo, hi = max(lo, sure_lo), min(hi, sure_hi)
-        if hi - lo < 0.5 * latency:  # the flip and this read contradict each other: what is sure counts
-            lo, hi = max(sure_lo, sure_hi - 2 * latency), sure_hi
-        self._found(new[2], lo, hi)
-        return move
+            self._saw(x, True)
+            lo = flip - (wide if x[0] < flip else margin)
+            self._found(x[2], min(max(old[0], lo), x[0] - self.NEAREST_S), x[1])
+            return True
+        late = self._later(x, flip + 0.6 * self.period, 0.0)
+        if late is None:
+            return False
+        last_old, new = late
+        self._saw(last_old, False)
+        self._found(new[2], last_old[0], min(new[1], max(flip, last_old[0]) + latency + wide))
+        return last_old[0] - flip < 0.25 * self.period
 
 
 # --- sources -----------------------------------------------------------------------------------------------------------------
