@@ -31,7 +31,7 @@ pythons() {
 		for folder in ${PATH//:/ } "${PYENV_ROOT:-$HOME/.pyenv}/shims" "$home/.pyenv/shims"; do
 			[[ $folder != */shims ]] || printf '%s\n' "${folder%/shims}"/versions/*/bin/python3
 		done
-	} | grep -v '/shims/' | while read -r candidate; do
+	} | { grep -v '/shims/' || true; } | while read -r candidate; do
 		"$candidate" -c "import sys, venv; sys.exit(not (${1/./, }) <= sys.version_info[:2] < (${2:-9, 0}))" 2>/dev/null && echo "$candidate"
 	done
 	return 0
@@ -59,9 +59,10 @@ fi
 
 # make_venv DIR FROM [BEFORE]: a virtual environment with a Python of this machine in that range, else with one that uv downloads
 make_venv() {
-	local python
+	local found python
 	[[ -x $1/bin/python ]] && "$1/bin/python" -c '' 2>/dev/null && return 0
-	python=$(pythons "$2" "${3:-}" | head -n 1)
+	mapfile -t found < <(pythons "$2" "${3:-}")
+	python=${found[0]:-}
 	if [[ -n $python ]]; then
 		log "$1: from $python"
 		"$UV" venv --quiet --clear --python "$python" --no-python-downloads "$1"

@@ -2,7 +2,7 @@
 # shellcheck shell=bash disable=SC2034,SC2153
 # (SC2034, SC2153: stages use what is assigned here, and `spawn` assigns through a name)
 
-set -euo pipefail
+set -Eeuo pipefail
 shopt -s inherit_errexit 2>/dev/null || true
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 cd "$ROOT"
@@ -15,6 +15,9 @@ die() {
 	log "ERROR: $1"
 	exit "${2:-1}"
 }
+
+# No silent end: a command that fails where nobody expected it says so.
+trap 'log "ERROR: ${BASH_SOURCE[0]##*/} line $LINENO: \`${BASH_COMMAND}\` failed (exit $?)"' ERR
 
 # shellcheck source=config.sh
 source "$ROOT/config.sh"
