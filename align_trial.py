@@ -77,6 +77,7 @@ FLAGS = {  # code -> the same in words (column `quality`)
     "trajectory_damaged": "trajectory.json is cut; its whole steps are used",
     "recording_missing": "no terminal recording",
     "recording_damaged": "the terminal recording has bad lines or ends in the middle of one",
+    "recording_short": "the recording ends before the last keystrokes: for those, command time is the wait that the agent asked for",
     "recording_unaligned": "the recording's clock could not be matched with the calls: up to 1 s off",
     "recording_loose": "the recording's clock matches the calls only to 0.25 s or worse",
     "no_prompt_marks": "the shell prints no prompt marks: a command ends with its last output",
@@ -87,6 +88,7 @@ FLAGS = {  # code -> the same in words (column `quality`)
     "tokens_unknown": "an attempt ended without token counts; the sums leave it out",
     "cached_unknown": "the server did not report cached tokens for every call: no estimate, no closure",
     "tokens_differ": "Harbor's token totals differ from those on the wire",
+    "calls_differ": "Harbor counts another number of good replies than the wire",
     "summaries_differ": "Harbor's number of summaries differs from the wire's",
     "closure_partial": "closure leaves out attempts that ended without token counts, on both sides",
     "closure_circular": "closure against an estimated counter is circular and says nothing about the call model",
@@ -375,13 +377,13 @@ def busy_spans(events):
         return spans, {"no_prompt_marks"} if typed else set()
 
     runs = []  # {keys, start, end, read: [(t, keys)] inputs of a program, ahead: [(t, keys)] lines typed ahead, full: full screen}
-    run, line, at_prompt, carry = None, None, False, ""
+    blank = {"keys": "", "start": 0.0, "end": None, "read": [], "ahead": [], "full": False}
+    run, line, at_prompt, carry = blank, None, False, ""  # until the first prompt the shell itself is starting
 
     def settle(r):
         """No more of what was typed during this run will be taken by the shell: a program read it."""
-        if r:
-            r["read"] = sorted(r["read"] + r["ahead"])
-            r["ahead"] = []
+        r["read"] = sorted(r["read"] + r["ahead"])
+        r["ahead"] = []
 
     for t, kind, data in events:
         if kind == "i":
@@ -390,8 +392,6 @@ def busy_spans(events):
                 settle(run)
                 if newline:
                     line = (t, data)
-            elif run is None:  # before the shell's first prompt
-                line = (t, data) if newline else line
             elif newline:
                 run["ahead"].append((t, data))
             elif not CONTROL.match(data):
@@ -402,22 +402,20 @@ def busy_spans(events):
         carry = data[len(data) - cut :] if cut else ""
         for m in MARK.finditer(data):
             if m[1] == "1049":
-                if run and m[2] == "h":
+                if m[2] == "h":
                     run["full"] = True
             elif m[2] == "l":
                 start, keys = (t, "")
                 if line:
                     (start, keys), line = line, None
-                elif run and run["ahead"]:
+                elif run["ahead"]:
                     keys = run["ahead"].pop(0)[1]
-                left = run["ahead"] if run and run["ahead"] else []
-                if run:
-                    run["ahead"] = []
-                run = {"keys": keys, "start": start, "end": None, "read": [], "ahead": left, "full": False}
+                left, run["ahead"] = run["ahead"], []
+                run = blank | {"keys": keys, "start": start, "read": [], "ahead": left}
                 runs.append(run)
                 at_prompt = False
             else:
-                if run and run["end"] is None:
+                if run["end"] is None:
                     run["end"] = t
                 at_prompt = True
     settle(run)
@@ -501,15 +499,21 @@ def commands_from_recording(cast, calls, steps, model, t0, t1):
         flags.add("recording_unaligned")
     if residual is not None and residual > 0.25:
         flags.add("recording_loose")
+    zero = cast["t0"] + offset
+    last = zero + cast["events"][-1][0]
+    # `exit` ends the recorder but not the terminal: what the agent typed after that is known from its steps alone
+    after = [c for c in commands_from_steps(steps, calls, t0, t1) if c["keys"] and c["start"] > last]
     out = []
     for s in spans:
-        start = cast["t0"] + offset + s["start"]
-        end = t1 if s["end"] is None else cast["t0"] + offset + s["end"]
-        if s["end"] is None and start < t1:
+        start = zero + s["start"]
+        end = zero + s["end"] if s["end"] is not None else last if after else t1
+        if s["end"] is None and start < t1 and not after:
             flags.add("command_open")
         if start < t1 and end > t0:
             out.append({"keys": s["keys"], "start": max(start, t0), "end": min(end, t1)})
-    return out, offset if pairs else None, residual, flags
+    if after:
+        flags.add("recording_short")
+    return out + after, offset if pairs else None, residual, flags
 
 
 def commands_from_steps(steps, calls, t0, t1):
@@ -980,6 +984,11 @@ def harbor_totals(result, steps, own, row, flags):
         row[f"steps_{k}_tokens"] = sum(count(m.get(f"{k}_tokens")) or 0 for m in metrics) if metrics else None
     if own is None or row["harbor_prompt_tokens"] is None or row["harbor_completion_tokens"] is None:
         return
+    replies = meta.get("api_request_times_msec")
+    if isinstance(replies, list) and len(replies) not in {
+        sum(c["ok"] and (cut or c["finish"] != "length") for c in own) for cut in (False, True)
+    }:
+        flags.add("calls_differ")
     # Terminus-2 leaves replies that were cut by their length out of its totals, and never sees those that it hung up on
     sums = [
         tuple(sum(c[k] or 0 for c in own if c["ok"] and (cut or c["finish"] != "length")) for k in ("prompt", "completion"))
@@ -1407,7 +1416,11 @@ def write_trace(path, view):
     )
     other = {k: row[k] for k in keep} | {"t_begin": zero}
     path.parent.mkdir(parents=True, exist_ok=True)
-    energylib.write_json_atomic(path, {"displayTimeUnit": "ms", "otherData": other, "traceEvents": events})
+    part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    lines = ",\n".join(json.dumps(e, allow_nan=False, separators=(",", ":")) for e in events)
+    head = json.dumps({"displayTimeUnit": "ms", "otherData": other}, allow_nan=False, indent=1)
+    part.write_text(head.removesuffix("\n}") + ',\n "traceEvents": [\n' + lines + "\n]}\n", encoding="utf-8")
+    os.replace(part, path)
 
 
 PHASE_COLOURS = {"model": "#0072b2", "command": "#e69f00", "waiting": "#bbbbbb"}  # Okabe-Ito; dark, middle and light in grey
