@@ -49,6 +49,7 @@ MAX_THRESHOLDS = 8  # places tried for the end of the prefill floor
 INNER_FOLDS = 10
 SIMPLER = 0.5  # a form with fewer terms is taken when its held-out error is worse by less than this many standard errors
 INTERVAL = 0.95
+BOUND_DRAWS = 400  # enough for a one-sided 95 % bound; each costs a fit of its own per term
 SEED = 20260205
 LINEARITY_TOLERANCE = 0.1
 APPEND_TOLERANCE = 0.05
@@ -121,10 +122,15 @@ def nnls(gram, moment, free=None):
     scale = np.where(scale > 0, scale, 1.0)
     a = gram / np.outer(scale, scale) + 1e-12 * np.eye(len(moment))  # the ridge keeps a collinear pair from being singular
     b = moment / scale
-    x, active = np.zeros(len(b)), np.zeros(len(b), bool)
     bound = np.ones(len(b), bool)
     if free is not None:
-        active[free], bound[free] = True, False
+        bound[free] = False
+    x = np.linalg.solve(a, b)
+    if (x[bound] >= 0).all():  # nothing binds: by far the commonest case
+        return x / scale
+    x, active = np.zeros(len(b)), np.zeros(len(b), bool)
+    if free is not None:
+        active[free] = True
         x[free] = b[free] / a[free, free]
     tolerance = 1e-11 * max(np.abs(b).max(), 1e-300)
     for _ in range(10 * len(b)):
@@ -172,7 +178,10 @@ class Design:
         u = self.columns[:, UNCACHED]
         self.has_floor = u > floor_above
         # the floor ends somewhere between two prompt sizes, and two sizes above it must identify the slope
-        sizes = np.unique((np.bincount(self.cell, u, self.cells) / self.count).round()[np.unique(self.cell[self.has_floor])])
+        of_call = self.context[self.cell]
+        with np.errstate(invalid="ignore"):
+            sizes = np.bincount(of_call, u * self.has_floor) / np.bincount(of_call, self.has_floor)
+        sizes = np.unique(sizes[np.isfinite(sizes)].round())
         ends = (sizes[:-1] + sizes[1:])[:-1] / 2 if len(sizes) > 2 else np.empty(0)
         self.ends = list(ends[np.linspace(0, len(ends) - 1, min(len(ends), MAX_THRESHOLDS)).round().astype(int)]) if len(ends) else []
         self.gram, self.moment = {}, {}
@@ -626,7 +635,7 @@ def fit_quantity(design, unit, draws, rng):
             if not inside or coef[j] <= 0 or (term["lo"] is not None and term["lo"] <= 0):
                 # at the boundary a point estimate says nothing: how large could it be if it were allowed to vary freely?
                 wide = form if inside else tuple(sorted((*form, j)))
-                free = np.array([design.fit(w, wide, free=j)[j] for w in weights]) if enough else None
+                free = np.array([design.fit(w, wide, free=j)[j] for w in weights[:BOUND_DRAWS]]) if enough else None
                 term["lo"], term["bound"] = 0.0, "upper"
                 term["hi"] = None if free is None else float(max(np.quantile(free, INTERVAL), 0.0))
                 term["status"] = "not needed" if not inside else "zero" if coef[j] <= 0 else "fitted"
@@ -781,7 +790,7 @@ def calibrate(samples_path, calls_path, idle_loaded=None, idle_bare=None, append
             if term == "cached" and (calls["unused"] == UNKNOWN_CACHED).any():
                 fit["terms"][term]["note"] = "the server does not report cached tokens (vLLM: --enable-prompt-tokens-details)"
             text = f"{name}: {term} cannot be fitted: {fit['terms'][term]['note']}"
-            check("identified", "warning", text, quantity=name, term=term)
+            check("identified", "note" if term == "prefill_floor" else "warning", text, quantity=name, term=term)
     params["validation"] = None
     if append:
         validate(params, append, append_samples or samples_path, samples, calls if same else None, out_dir, check)
