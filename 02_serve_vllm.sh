@@ -18,6 +18,10 @@ llamacpp)
 vllm)
 	export VLLM_SERVER_DEV_MODE=1 # without it there is no cache reset
 	read -ra more <<<"$VLLM_ARGS"
+	if [[ $LOAD_FORMAT == random ]]; then # weights like a real checkpoint's, see servers/vllm_plugins
+		export PYTHONPATH=$ROOT/servers/vllm_plugins:$PYTHONPATH
+		LOAD_FORMAT=dummy
+	fi
 	SERVER=("$SERVER_PY" -m vllm.entrypoints.openai.api_server --host "$SERVER_HOST" --port "$PORT" --model "$MODEL" --served-model-name "$SERVED_MODEL"
 		--max-model-len "$MAX_MODEL_LEN" --tensor-parallel-size "$TENSOR_PARALLEL" --gpu-memory-utilization "$GPU_MEMORY_UTILIZATION"
 		--load-format "$LOAD_FORMAT" --enable-prefix-caching --enable-prompt-tokens-details "${more[@]}")

@@ -27,7 +27,7 @@ source "$PROFILE_FILE"
 : "${MAX_MODEL_LEN=32768}"                         # context, tokens
 : "${TENSOR_PARALLEL=1}"                           # GPUs that share the model
 : "${GPU_MEMORY_UTILIZATION=0.90}"                 # fraction of GPU memory for weights and KV cache
-: "${LOAD_FORMAT=auto}"                            # vLLM's --load-format
+: "${LOAD_FORMAT=auto}"                            # vLLM's --load-format; random: values like a checkpoint's, for energy work without weights
 : "${VLLM_ARGS=}"                                  # more arguments, split at spaces
 : "${SERVER_THREADS=$(nproc)}"                     # llama.cpp: threads for prefill and decode
 : "${SERVER_SLOTS=2}"                              # llama.cpp: slots of MAX_MODEL_LEN tokens each (one would lose the chat's prefix at a summary)

@@ -82,7 +82,9 @@ def config(reader, tied, dtype):
     """config.json of a Llama model."""
     heads = field(reader, "llama.attention.head_count")
     hidden = field(reader, "llama.embedding_length")
-    special = {f"{k}_token_id": field(reader, f"tokenizer.ggml.{g}_token_id") for k, g in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))}
+    special = {
+        f"{k}_token_id": field(reader, f"tokenizer.ggml.{g}_token_id") for k, g in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
+    }
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -130,14 +132,20 @@ def tokenizer(reader):
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [{"id": i, "content": t, **flags} for i, (t, k) in enumerate(zip(tokens, types, strict=True)) if k in SPECIAL_TYPES],
+        "added_tokens": [
+            {"id": i, "content": t, **flags} for i, (t, k) in enumerate(zip(tokens, types, strict=True)) if k in SPECIAL_TYPES
+        ],
         "normalizer": None,
         "pre_tokenizer": before,
         "post_processor": None,
         "decoder": {**byte_level, "add_prefix_space": True},
         "model": model,
     }
-    names = {f"{k}_token": tokens[i] for k in ("bos", "eos", "unknown", "padding") if (i := field(reader, f"tokenizer.ggml.{k}_token_id")) is not None}
+    names = {
+        f"{k}_token": tokens[i]
+        for k in ("bos", "eos", "unknown", "padding")
+        if (i := field(reader, f"tokenizer.ggml.{k}_token_id")) is not None
+    }
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": names.get("bos_token"),

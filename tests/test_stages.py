@@ -40,7 +40,7 @@ def wait_for(condition, seconds=10):
 
 # ---- settings
 
-PROFILES = ["cpu-smollm2", "cpu-vllm", "l4x2-qwen3-coder", "h200"]
+PROFILES = ["cpu-smollm2", "cpu-vllm", "l4x2-qwen3-coder", "h200", "h200-random"]
 
 
 @pytest.mark.parametrize("profile", PROFILES)
