@@ -377,8 +377,11 @@ def busy_spans(events):
         return spans, {"no_prompt_marks"} if typed else set()
 
     runs = []  # {keys, start, end, read: [(t, keys)] inputs of a program, ahead: [(t, keys)] lines typed ahead, full: full screen}
-    blank = {"keys": "", "start": 0.0, "end": None, "read": [], "ahead": [], "full": False}
-    run, line, at_prompt, carry = blank, None, False, ""  # until the first prompt the shell itself is starting
+
+    def begin(start, keys, ahead):
+        return {"keys": keys, "start": start, "end": None, "read": [], "ahead": ahead, "full": False}
+
+    run, line, at_prompt, carry = begin(0.0, "", []), None, False, ""  # until the first prompt the shell itself is starting
 
     def settle(r):
         """No more of what was typed during this run will be taken by the shell: a program read it."""
@@ -411,7 +414,7 @@ def busy_spans(events):
                 elif run["ahead"]:
                     keys = run["ahead"].pop(0)[1]
                 left, run["ahead"] = run["ahead"], []
-                run = blank | {"keys": keys, "start": start, "read": [], "ahead": left}
+                run = begin(start, keys, left)
                 runs.append(run)
                 at_prompt = False
             else:
@@ -1270,16 +1273,16 @@ def sources(row, flags, samples, domains):
 def quiet_power(samples, domains, a, b):
     """The trajectory's own quietest power: {total W, by_domain {domain: W}}, the 10th percentile over waiting tiles of about 1 s.
 
-    The first 0.3 s of each wait are left out: the last step of the call before lies in them. Where no wait is that long, by_domain
-    is from shorter tiles and the total, which is compared with the calibration, is not given.
+    The edges of each wait are left out: the counter's steps there hold part of a call. Where no wait is long enough, by_domain is
+    from shorter tiles and the total, which is compared with the calibration, is not given.
     """
     waits = union(np.column_stack([a, b])) if len(a) and domains else []
-    for tile_s, skip_s in ((1.0, 0.3), (0.2, 0.15)):
+    for tile_s, skip_s in ((1.0, 0.3), (0.2, 0.11)):
         starts, ends = [], []
         for x, y in waits:
-            n = int((y - x - skip_s) // tile_s)
+            n = int((y - x - skip_s - 0.11) // tile_s)
             if n >= 1:
-                grid = np.linspace(x + skip_s, y, n + 1)
+                grid = np.linspace(x + skip_s, y - 0.11, n + 1)
                 starts += list(grid[:-1])
                 ends += list(grid[1:])
         if not starts:
