@@ -36,6 +36,7 @@ import fcntl
 import glob
 import json
 import os
+import random
 import re
 import select
 import shlex
@@ -73,6 +74,8 @@ PACKAGE_COMMANDS = {
     "libc6-dev": [],
     "ca-certificates": [],
 }
+# The one docker-compose.yaml that needs no Docker: it says only that there is no network, which is the rule here.
+CLOSED_COMPOSE = ["services:", "main:", "network_mode:", "none"]
 OUTPUT_LIMIT = 16 << 20  # bytes of one command's stdout that are read into memory
 NAME = "trajoule-env"
 USER_MODE_LIMITS = "unprivileged user namespace: only root, the machine's own files cannot be changed inside, no apt, no chown"
@@ -296,11 +299,11 @@ def soft_limits(cpus, memory_mb):
     """Shell lines and a sentence for machines without a writable cgroup v2."""
     lines, said = [], []
     allowed = sorted(os.sched_getaffinity(0))
-    if cpus:
-        chosen = allowed[: max(1, int(cpus))]
-        if len(chosen) < len(allowed) and shutil.which("taskset"):
-            lines.append(f"taskset -pc {','.join(map(str, chosen))} $$ >/dev/null")
-            said.append(f"{len(chosen)} CPU(s) by affinity")
+    count = max(1, int(cpus or 0))
+    if cpus and count < len(allowed) and shutil.which("taskset"):
+        # at random, so that trials side by side do not all sit on the first CPU
+        lines.append(f"taskset -pc {','.join(map(str, random.sample(allowed, count)))} $$ >/dev/null")
+        said.append(f"{count} CPU(s) by affinity")
     if memory_mb:
         lines.append(f"ulimit -d {memory_mb << 10}")
         said.append(f"{memory_mb} MB of data per process (not per task)")
@@ -588,8 +591,9 @@ async def run_to_files(argv, timeout_s=None, stdin=None, stdout=None):
 
 def read_environment(context):
     """read_dockerfile() of a task's environment/ folder, refusing what only Docker can do."""
-    if Path(context, "docker-compose.yaml").exists():
-        raise LocalEnvError(f"{context}/docker-compose.yaml: several containers; {ADVICE}")
+    compose = Path(context, "docker-compose.yaml")
+    if compose.exists() and [w for line in compose.read_text().splitlines() for w in line.split("#")[0].split()] != CLOSED_COMPOSE:
+        raise LocalEnvError(f"{compose}: more than a main service without network; {ADVICE}")
     if not Path(context, "Dockerfile").exists():
         raise LocalEnvError(f"{context}/Dockerfile: not found, and an image by name cannot be had without Docker; {ADVICE}")
     return read_dockerfile(Path(context, "Dockerfile"))
