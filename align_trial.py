@@ -1271,29 +1271,29 @@ def sources(row, flags, samples, domains):
 
 
 def quiet_power(samples, domains, a, b):
-    """The trajectory's own quietest power: {total W, by_domain {domain: W}}, the 10th percentile over waiting tiles of about 1 s.
+    """The trajectory's own quietest power: {total W, by_domain {domain: W}}, the 10th percentile over its waits, in tiles of about 1 s.
 
-    The edges of each wait are left out: the counter's steps there hold part of a call. Where no wait is long enough, by_domain is
-    from shorter tiles and the total, which is compared with the calibration, is not given.
+    The edges of each wait are left out: the counter's steps there hold part of a call. Short waits count on GPUs only, which draw
+    their idle power at once and evenly; a CPU's wait has bursts.
     """
-    waits = union(np.column_stack([a, b])) if len(a) and domains else []
-    for tile_s, skip_s in ((1.0, 0.3), (0.2, 0.11)):
-        starts, ends = [], []
-        for x, y in waits:
-            n = int((y - x - skip_s - 0.11) // tile_s)
-            if n >= 1:
-                grid = np.linspace(x + skip_s, y - 0.11, n + 1)
-                starts += list(grid[:-1])
-                ends += list(grid[1:])
-        if not starts:
-            continue
-        e = samples.energy(np.array(starts), np.array(ends))
-        dt = np.array(ends) - np.array(starts)
-        total = np.sum([e.joules[d] for d in domains], axis=0) / dt
-        if np.isfinite(total).any():
-            by_domain = {d: float(np.nanpercentile(e.joules[d] / dt, 10)) for d in samples.domains if np.isfinite(e.joules[d]).any()}
-            return {"total": float(np.nanpercentile(total, 10)) if tile_s == 1.0 else None, "by_domain": by_domain}
-    return {"total": None, "by_domain": {}}
+    shortest_s = 0.2 if domains and energylib.group(domains[0]) == "gpu" else 1.0
+    starts, ends = [], []
+    for x, y in union(np.column_stack([a, b])) if len(a) and domains else []:
+        x, y = x + 0.15, y - 0.11
+        if y - x >= shortest_s:
+            grid = np.linspace(x, y, max(1, int(y - x)) + 1)
+            starts += list(grid[:-1])
+            ends += list(grid[1:])
+    if not starts:
+        return {"total": None, "by_domain": {}}
+    starts, ends = np.array(starts), np.array(ends)
+    e = samples.energy(starts, ends)
+    power = {d: e.joules[d] / (ends - starts) for d in domains if np.isfinite(e.joules[d]).any()}
+    total = np.sum([power[d] for d in domains], axis=0) if len(power) == len(domains) else np.array([np.nan])
+    return {
+        "total": float(np.nanpercentile(total, 10)) if np.isfinite(total).any() else None,
+        "by_domain": {d: float(np.nanpercentile(w, 10)) for d, w in power.items()},
+    }
 
 
 def estimates(row, flags, calibration, own, estimable, pieces, summed, idle_of):

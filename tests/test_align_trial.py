@@ -613,6 +613,15 @@ def test_a_gap_in_the_samples_leaves_the_total_and_is_flagged(trial):
     assert row["gpu_total_j"] == pytest.approx(at.align(whole)["gpu_total_j"], rel=0.001)
 
 
+def test_a_counter_of_the_whole_module_is_not_added_to_the_cpu(trial):
+    folder = trial("plain")
+    path = folder / "samples.meta.json"
+    path.write_text(path.read_text().replace('"scope": "gpu"', '"scope": "module"'))
+    row = at.align(folder)
+    assert (row["total_domains"], row["total_j"]) == ("gpu", row["gpu_total_j"])
+    assert row["cpu_total_j"] > 0 and "module_scope" in codes(row)
+
+
 def test_setup_and_verifier_lie_outside_the_total(trial):
     row = at.align(trial("plain"))
     assert row["setup_j"] == pytest.approx(row["setup_s"] * (IDLE + CPU_IDLE), rel=0.06)
@@ -664,6 +673,35 @@ def test_closure_is_zero_when_the_model_is_right(trial, tmp_path):
         assert row[k] == pytest.approx(0, abs=0.01)
     assert "no_calibration" not in codes(row) and len(row["calib_sha256"]) == 64
     assert row["idle_quiet_w"] is None or row["idle_quiet_w"] == pytest.approx(IDLE, rel=0.01)
+
+
+@pytest.mark.integration
+def test_closure_on_a_real_h200(tmp_path, repo):
+    """150 real calls on an H200 taken as one trajectory, and the call model fitted on them: above idle the model part closes to 1 %."""
+    import calibrate
+
+    data = repo / "tests" / "data" / "h200_qwen3_30b_a3b"
+    calib = tmp_path / "calib"
+    calibrate.calibrate(
+        data / "samples.csv", data / "calls.jsonl", data / "idle_loaded.csv", data / "idle_bare.csv", out_dir=calib, draws=10, figures=False
+    )
+    folder = tmp_path / "x"
+    agent = folder / "harbor" / "x__1"
+    agent.mkdir(parents=True)
+    for name in ("samples.csv", "samples.meta.json", "calls.jsonl"):
+        shutil.copy(data / name, folder / name)
+    calls = read_log(folder)
+    begin, end = calls[0]["t_start"] - 1, calls[-1]["t_end"] + 0.5
+    times = {"started_at": iso(begin), "finished_at": iso(end)}
+    (agent / "result.json").write_text(json.dumps({**times, "agent_execution": times, "verifier_result": {"rewards": {"reward": 1}}}))
+    (folder / "trial.json").write_text(json.dumps({"trajectory": "x", "agent": "none", "ended": "finished"}))
+    row = at.align(folder, at.load_calibration(calib))
+    assert abs(row["closure_model_above_idle"]) < 0.01
+    assert abs(row["closure_time"]) < 0.005 and abs(row["closure_total"]) < 0.01
+    assert row["idle_quiet_w"] == pytest.approx(126.3, abs=1.5)  # between calls
+    assert row["gpu_err_j"] < 0.001 * row["gpu_model_j"]
+    bare = at.align(folder)  # without a calibration the quiet between calls stands in for the idle power
+    assert bare["gpu_model_j"] == pytest.approx(row["gpu_model_j"], rel=0.002) and "idle_from_trajectory" in codes(bare)
 
 
 def test_closure_leaves_out_attempts_without_tokens_on_both_sides(trial, tmp_path):
