@@ -12,7 +12,10 @@ Only the standard library is used. Exit codes: 0 yes, 1 the server refused or is
 """
 
 import argparse
+import functools
+import http.client
 import json
+import re
 import sys
 import time
 import urllib.error
@@ -34,6 +37,9 @@ class Adapter:
     def __init__(self, base_url, timeout_s=60.0):
         self.base_url = base_url.rstrip("/").removesuffix("/v1")
         self.timeout_s = timeout_s
+        # Direct: a proxy from the environment must never see requests to a local server. Built once: it loads the CA certificates, 40 ms.
+        self.opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        self.name = None
 
     def request(self, path, body=None, method=None, timeout_s=None):
         """(status, text) of one request; `body` is sent as JSON. A status of 400 and more is returned, not raised."""
@@ -41,13 +47,11 @@ class Adapter:
         req = urllib.request.Request(self.base_url + path, data=data, method=method or ("POST" if data is not None else "GET"))
         req.add_header("Content-Type", "application/json")
         try:
-            # Direct: a proxy from the environment must never see requests to a local server.
-            opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-            with opener.open(req, timeout=timeout_s or self.timeout_s) as r:
+            with self.opener.open(req, timeout=timeout_s or self.timeout_s) as r:
                 return r.status, r.read().decode("utf-8", "replace")
         except urllib.error.HTTPError as e:
             return e.code, e.read().decode("utf-8", "replace")
-        except (OSError, ValueError) as e:
+        except (OSError, ValueError, http.client.HTTPException) as e:
             raise ServerError(f"{req.get_method()} {self.base_url + path}: {getattr(e, 'reason', e)}") from e
 
     def json(self, path, body=None, method=None, timeout_s=None):
@@ -84,6 +88,11 @@ class Adapter:
         first = listed[0]
         meta = first.get("meta") or {}
         return first["id"], first.get("max_model_len") or meta.get("n_ctx")
+
+    def served(self):
+        """Name of the served model, asked for once."""
+        self.name = self.name or self.model()[0]
+        return self.name
 
     def version(self):
         """Version text, None where the server does not tell."""
@@ -152,9 +161,14 @@ class LlamaCpp(Adapter):
 
 class Vllm(Adapter):
     kind = "vllm"
-    cache_block = 16
     can_reset = True
     can_tokenize = True
+
+    @functools.cached_property
+    def cache_block(self):
+        """Tokens of a block as the server's metrics tell; 16, the default on CUDA, where they do not (on a CPU it is 128)."""
+        told = re.search(r'^vllm:cache_config_info\{.*\bblock_size="(\d+)"', self.request("/metrics")[1], re.MULTILINE)
+        return int(told[1]) if told else 16
 
     def version(self):
         return f"vLLM {self.json('/version')['version']}"
@@ -168,19 +182,17 @@ class Vllm(Adapter):
             if status != 200:
                 raise ServerError(f"/reset_prefix_cache answered {status}: {text[:300]}")
             # Since 0.26 a refusal (blocks are held) is a 200 with success: false; before, the body was empty.
-            if not text.strip() or json.loads(text).get("success") is not False:
+            if '"success":false' not in text.replace(" ", ""):
                 return
             if time.monotonic() > end:
                 raise ServerError('/reset_prefix_cache still answers {"success": false} after 30 s: a request holds blocks of the cache')
             time.sleep(0.2)
 
     def tokenize(self, text):
-        name, _ = self.model()
-        return self.json("/tokenize", {"model": name, "prompt": text, "add_special_tokens": False})["tokens"]
+        return self.json("/tokenize", {"model": self.served(), "prompt": text, "add_special_tokens": False})["tokens"]
 
     def chat_tokens(self, messages):
-        name, _ = self.model()
-        return self.json("/tokenize", {"model": name, "messages": messages, "add_generation_prompt": True})["count"]
+        return self.json("/tokenize", {"model": self.served(), "messages": messages, "add_generation_prompt": True})["count"]
 
     def exact_output(self, n):
         return {"max_tokens": n, "min_tokens": n, "ignore_eos": True}
