@@ -72,6 +72,7 @@ FLAGS = {  # code -> the same in words (column `quality`)
     "result_damaged": "Harbor's result.json is empty or cut",
     "no_agent_phase": "the agent never ran: everything is setup",
     "window_estimated": "start or end of the agent's execution is taken from calls and recording, not from Harbor",
+    "window_unknown": "the agent's execution ends before it begins, by Harbor's times: nothing is split",
     "several_attempts": "Harbor ran several attempts; this row is the last one, the others count as wasted",
     "trajectory_missing": "Harbor left no trajectory.json",
     "trajectory_damaged": "trajectory.json is cut; its whole steps are used",
@@ -210,6 +211,12 @@ def read_json(path):
         return None, "damaged"
 
 
+def sub(obj, key):
+    """obj[key] when that is an object, else an empty one: a field that is missing, null or of another kind."""
+    value = obj.get(key) if isinstance(obj, dict) else None
+    return value if isinstance(value, dict) else {}
+
+
 def unix(text):
     """Unix seconds of an ISO 8601 time; a time without zone is UTC, as Harbor writes it. None when it is not one."""
     if not isinstance(text, str):
@@ -228,9 +235,9 @@ def as_time(x):
     return float(x) if isinstance(x, (int, float)) and math.isfinite(x) else unix(x)
 
 
-def span(timing):
-    """(start, end) of one of Harbor's phases {started_at, finished_at}; None where it is not known."""
-    timing = timing if isinstance(timing, dict) else {}
+def span(result, phase):
+    """(start, end) of one of the phases of Harbor's result, such as "verifier"; None where it is not known."""
+    timing = sub(result, phase)
     return unix(timing.get("started_at")), unix(timing.get("finished_at"))
 
 
@@ -569,9 +576,9 @@ def pick_attempt(attempts, calls):
 
 def agent_window(result):
     """(start, end) of the agent's execution, over all steps of a task with several."""
-    t0, t1 = span(result.get("agent_execution"))
+    t0, t1 = span(result, "agent_execution")
     if t0 is None and isinstance(result.get("step_results"), list):
-        spans = [span(s.get("agent_execution")) for s in result["step_results"] if isinstance(s, dict)]
+        spans = [span(s, "agent_execution") for s in result["step_results"]]
         t0 = min((a for a, _ in spans if a is not None), default=None)
         t1 = max((b for _, b in spans if b is not None), default=None)
     return t0, t1
@@ -579,13 +586,11 @@ def agent_window(result):
 
 def find_reward(attempt):
     """(reward, from_file): Harbor's reward; the smallest when there are several; None when nothing was verified."""
-    verdict = attempt["result"].get("verifier_result")
-    rewards = verdict.get("rewards") if isinstance(verdict, dict) else None
-    if isinstance(rewards, dict):
-        values = [rewards["reward"]] if "reward" in rewards else list(rewards.values())
-        values = [float(v) for v in values if isinstance(v, (int, float)) and math.isfinite(v)]
-        if values:
-            return min(values), False
+    rewards = sub(sub(attempt["result"], "verifier_result"), "rewards")
+    values = [rewards["reward"]] if "reward" in rewards else list(rewards.values())
+    values = [float(v) for v in values if isinstance(v, (int, float)) and math.isfinite(v)]
+    if values:
+        return min(values), False
     if attempt["status"] != "ok":  # Harbor died before it wrote the result; the verifier may have finished
         try:
             value = float((attempt["dir"] / "verifier" / "reward.txt").read_text())
@@ -605,10 +610,7 @@ def completed(steps):
 
 def max_turns(result, attempt_dir):
     """The turn limit that the agent was given, None without one."""
-    config = result.get("config") or read_json(attempt_dir / "config.json")[0] or {}
-    agent = config.get("agent") if isinstance(config, dict) else None
-    kwargs = agent.get("kwargs") if isinstance(agent, dict) else None
-    kwargs = kwargs if isinstance(kwargs, dict) else {}
+    kwargs = sub(sub(result.get("config") or read_json(attempt_dir / "config.json")[0], "agent"), "kwargs")
     limits = (kwargs.get(k) for k in ("max_turns", "episodes", "max_episodes"))
     return next((int(x) for x in limits if isinstance(x, (int, float))), None)
 
@@ -621,10 +623,9 @@ def classify(trial, attempt, steps, calls):
     """
     flags, ended = set(), trial.get("ended")
     result = attempt["result"] if attempt else {}
-    info = result.get("exception_info")
-    info = info if isinstance(info, dict) else {}
-    exception = info.get("exception_type")
-    text = f"{exception} {info.get('exception_message')} {info.get('exception_traceback')}".lower() if info else ""
+    exception = sub(result, "exception_info").get("exception_type")
+    message = str(sub(result, "exception_info").get("exception_message") or "").lower()
+    text = f"{exception} {message}".lower()
     reward, from_file = find_reward(attempt) if attempt else (None, False)
     if from_file:
         flags.add("reward_from_file")
@@ -635,18 +636,18 @@ def classify(trial, attempt, steps, calls):
             flags.add("timeout_but_right")
         return "success", None, reward, exception, flags
 
-    turns = ((result.get("agent_result") or {}).get("metadata") or {}).get("n_episodes")
-    turns = turns if isinstance(turns, int) else sum(s.get("source") == "agent" for s in steps)
+    turns = count(sub(sub(result, "agent_result"), "metadata").get("n_episodes"))
+    turns = sum(s.get("source") == "agent" for s in steps) if turns is None else turns
     limit = max_turns(result, attempt["dir"]) if attempt else None
     last = [c for c in calls or [] if c["kind"] == "agent"][-1:]
     own = None  # the agent's own doing
-    if any(w in text for w in CONTEXT_WORDS):
+    if exception == "AgentTimeoutError":
+        own = "agent_timeout"
+    elif any(w in text for w in CONTEXT_WORDS):
         own = "context_overflow"
     elif "outputlengthexceeded" in text or (exception == "RecursionError" and last and last[0]["finish"] == "length"):
         own = "output_length"
-    elif exception == "AgentTimeoutError":
-        own = "agent_timeout"
-    elif exception and exception.endswith("NonZeroAgentExitCodeError"):
+    elif exception == "NonZeroAgentExitCodeError":
         own = "agent_error"
     elif not exception and limit is not None and turns >= limit and not completed(steps):
         own = "turn_limit"
@@ -658,7 +659,9 @@ def classify(trial, attempt, steps, calls):
     # nobody judged the result: whose fault?
     if exception in VERIFIER_ERRORS:
         return "unscored", "verifier", reward, exception, flags
-    if ended == "server_down" or exception in SERVER_ERRORS or text.startswith("litellm"):
+    if any(c["error"] == "replay_mismatch" for c in calls or []):
+        return "unscored", "replay", reward, exception, flags
+    if ended == "server_down" or exception in SERVER_ERRORS or message.startswith("litellm"):
         return "unscored", "server", reward, exception, flags
     if exception:
         # what broke before the agent began (image, sandbox, tmux) is the environment
@@ -854,16 +857,16 @@ def align(folder, calibration=None, notes=(), trace_dir=None, timeline_dir=None)
     if status != "ok" or not isinstance(trial, dict):
         raise InputError(f"{folder}/trial.json: {status}: unfinished, to be run again")
     row, flags = dict.fromkeys(COLUMNS), set(notes)
-    recording = trial.get("recording") if isinstance(trial.get("recording"), dict) else None
+    recording = sub(trial, "recording")
     row |= {k: trial.get(k) for k in ("trajectory", "task", "policy", "rep", "mode", "model", "agent", "profile", "hardware", "t_begin")}
     row["trajectory"] = row["trajectory"] or folder.resolve().name
-    row["concurrency"] = concurrency = int(trial.get("concurrency") or 1)
+    row["concurrency"] = count(trial.get("concurrency")) or 1
     if recording:
         row["recording"] = f"{recording.get('name')}@{str(recording.get('sha256') or '')[:12]}"
         row["recording_source"] = recording.get("source")
     try:
         seen = align_outcome(folder, trial, row, flags)
-        align_energy(folder, trial, row, flags, seen, calibration, concurrency, trace_dir, timeline_dir)
+        align_energy(folder, trial, row, flags, seen, calibration, trace_dir, timeline_dir)
     except Exception as e:  # one odd folder must not cost the batch: the row says so, the exit code too
         flags.add("alignment_failed")
         print(f"{folder}: alignment failed: {type(e).__name__}: {e}; please report it with this folder", file=sys.stderr)
@@ -889,7 +892,7 @@ def align_outcome(folder, trial, row, flags):
         flags.add("result_damaged")
     agent_dir = attempt["dir"] / "agent" if attempt else folder / "harbor" / "none"
     steps, row["trajectory_status"] = read_steps(agent_dir)
-    if (row["agent"] or "").startswith("terminus") and row["trajectory_status"] != "ok":
+    if str(row["agent"]).startswith("terminus") and row["trajectory_status"] != "ok":
         flags.add("trajectory_missing" if row["trajectory_status"] == "missing" else "trajectory_damaged")
 
     session = f"{attempt['dir'].name}__agent" if attempt else None
@@ -906,47 +909,47 @@ def align_outcome(folder, trial, row, flags):
     t0, t1 = agent_window(result)
     begin = unix(result.get("started_at")) or as_time(trial.get("t_begin"))
     end = unix(result.get("finished_at")) or as_time(trial.get("t_end"))
-    ran = t0 is not None or bool(own) or not attempt or attempt["status"] != "ok"
     if t0 is None and own:
         t0 = own[0]["start"]
         flags.add("window_estimated")
     if t0 is not None and t1 is None:
-        stops = [span(result.get("verifier"))[0], end]
+        stops = [span(result, "verifier")[0], end]
         finite = [c["end"] for c in own if math.isfinite(c["end"])]
         t1 = next((x for x in stops if x is not None and x > t0), max(finite, default=None))
         flags.add("window_estimated")
-    if t0 is None or t1 is None or t1 <= t0:
+    if t0 is None or t1 is None:
         t0 = t1 = None
-        if not ran or not own:
-            flags.add("no_agent_phase")
+        flags.add("no_agent_phase")
+    elif t1 <= t0:
+        t0 = t1 = begin = None
+        flags.add("window_unknown")
 
     for c in own + others:
         if not math.isfinite(c["end"]):
             c["end"] = max(c["start"], t1 or c["start"])
-    apart = [t0 is not None and (c["end"] <= t0 or c["start"] >= t1) for c in own]
-    early = [c for c, out in zip(own, apart, strict=True) if out]
-    own = [c for c, out in zip(own, apart, strict=True) if not out]
-    if early:
+    apart = [c for c in own if t0 is not None and (c["end"] <= t0 or c["start"] >= t1)]
+    if apart:
         flags.add("calls_outside")
+        own = [c for c in own if c["end"] > t0 and c["start"] < t1]
 
     # counts and tokens, all attempts
-    row["setup_s"] = (
-        t0 - begin if t0 is not None and begin is not None else (end - begin if begin is not None and end is not None else None)
-    )
-    v0, v1 = span(result.get("verifier"))
+    setup_end = end if t0 is None else t0
+    row["setup_s"] = setup_end - begin if setup_end is not None and begin is not None else None
+    v0, v1 = span(result, "verifier")
     row["verifier_s"] = v1 - v0 if v0 is not None and v1 is not None else None
     if calls is not None:
         keys = list(dict.fromkeys(c["key"] for c in own))
         row |= {"calls": len(keys), "attempts": len(own)}
-        for k in ("prompt", "completion", "cached"):
-            row[f"{k}_tokens"] = sum(c[k] for c in own if c[k] is not None)
         usage = [c for c in own if c["prompt"] is not None]
+        if usage or not own:
+            row["prompt_tokens"] = sum(c["prompt"] for c in usage)
+            row["completion_tokens"] = sum(c["completion"] or 0 for c in usage)
         if any(c["cached"] is None for c in usage):
             flags.add("cached_unknown")
-            row["cached_tokens"] = row["uncached_tokens"] = None
-        else:
-            row["uncached_tokens"] = sum(c["prompt"] - c["cached"] for c in usage)
-        if any(c["prompt"] is None or c["completion"] is None for c in own):
+        elif usage or not own:
+            row["cached_tokens"] = sum(c["cached"] for c in usage)
+            row["uncached_tokens"] = row["prompt_tokens"] - row["cached_tokens"]
+        if not all(has_tokens(c) for c in own):
             flags.add("tokens_unknown")
         if not own:
             flags.add("no_calls")
@@ -961,15 +964,15 @@ def align_outcome(folder, trial, row, flags):
         row["recomputed_tokens"] = sum(x for x in recomputed if x is not None) if any(x is not None for x in recomputed) else None
     harbor_totals(result, steps, own if calls is not None else None, row, flags)
     return {
-        "calls": own, "known": calls is not None, "others": others, "early": early, "attempt": attempt, "attempts": attempts,
+        "calls": own, "known": calls is not None, "others": others, "apart": apart, "attempt": attempt, "attempts": attempts,
         "agent_dir": agent_dir, "steps": steps, "t0": t0, "t1": t1, "begin": begin, "end": end, "verifier": (v0, v1),
     }  # fmt: skip
 
 
 def harbor_totals(result, steps, own, row, flags):
     """Turns, summaries and the three token sums (wire, Harbor's totals, its steps), and whether wire and Harbor agree."""
-    agent = result.get("agent_result") if isinstance(result.get("agent_result"), dict) else {}
-    meta = agent.get("metadata") if isinstance(agent.get("metadata"), dict) else {}
+    agent = sub(result, "agent_result")
+    meta = sub(agent, "metadata")
     agent_steps = [s for s in steps if s.get("source") == "agent"]
     metrics = [s["metrics"] for s in agent_steps if isinstance(s.get("metrics"), dict)]
     wire_turns = sum(c["kind"] == "agent" and c["ok"] for c in own) if own is not None else None
@@ -1002,180 +1005,181 @@ def harbor_totals(result, steps, own, row, flags):
         flags.add("tokens_differ")
 
 
-def align_energy(folder, trial, row, flags, seen, calibration, concurrency, trace_dir, timeline_dir):
-    """Times, energies, estimates and closure into the row."""
-    t0, t1, own, others = seen["t0"], seen["t1"], seen["calls"], seen["others"]
+def align_energy(folder, trial, row, flags, seen, calibration, trace_dir, timeline_dir):
+    """Times, energies, estimates and closure into the row; the views when they are wanted."""
+    t0, t1, own = seen["t0"], seen["t1"], seen["calls"]
     model = union(clip([(c["start"], c["end"]) for c in own], t0, t1)) if t0 is not None else np.empty((0, 2))
     commands = split_sources(row, flags, seen, model)
-    busy = union([(c["start"], c["end"]) for c in commands])
+    pieces = cut_time(seen, model, union([(c["start"], c["end"]) for c in commands]))
+    times_into(row, pieces)
 
-    # segments between every moment that matters, so that every sum below is a sum of the same pieces
-    wasted = wasted_calls(own)
-    estimable = [c for c in own if all(c[k] is not None for k in ("prompt", "cached", "completion"))]
-    blind = union([(c["start"], c["end"]) for c in own if c["prompt"] is None or c["completion"] is None])
-    sets = {"model": model, "busy": busy, "wasted": union([(c["start"], c["end"]) for c in wasted]), "blind": blind}
-    firsts = {}
-    keys = list(dict.fromkeys(c["key"] for c in own))
-    for k in FIRST:
-        if len(keys) >= k:
-            firsts[k] = min(t1, max(c["end"] for c in own if c["key"] in keys[:k]))
-    sessions = other_sessions(others)
-    cuts = [t0, t1] if t0 is not None else []
-    cuts += [x for iv in sets.values() for x in iv.ravel()] + list(firsts.values())
-    cuts += [x for c in others for x in (c["start"], c["end"])] + [x for s in sessions for x in s]
-    cuts = np.unique([x for x in cuts if t0 is not None and t0 <= x <= t1])
-    a, b = cuts[:-1], cuts[1:]
-    mid, dt = (a + b) / 2, b - a
-    is_model = inside(mid, model)
-    is_busy = inside(mid, busy)
-    is_command = is_busy & ~is_model
-    is_waiting = ~is_model & ~is_busy
-    is_wasted = inside(mid, sets["wasted"])
-    is_blind = inside(mid, blind) & ~inside(mid, union([(c["start"], c["end"]) for c in estimable]))
-    split = row["split_source"] is not None
-
-    if t0 is not None:
-        row["total_s"] = round(t1 - t0, 6)
-        if split:
-            parts = [dt[is_model].sum(), dt[is_command].sum(), dt[is_waiting].sum()]
-            row["total_s"], (row["model_s"], row["command_s"], row["waiting_s"]) = exact_parts(t1 - t0, parts)
-            row["overlap_s"] = float(dt[is_model & is_busy].sum())
-            if row["split_source"] == "calls":
-                row["command_s"] = row["overlap_s"] = None
-        for k, at in firsts.items():
-            row[f"first{k}_s"] = at - t0
-
-    row |= {"gpu_source": "none", "cpu_source": "none"}
-    idle_w = dict(calibration["idle"]) if calibration else {}
+    row |= {"gpu_source": "none", "cpu_source": "none", "attribution": "shared" if row["concurrency"] > 1 else "exclusive"}
+    if row["concurrency"] > 1:
+        flags.add("shared")
     if calibration:
         row["calib_sha256"] = calibration["sha256"]
         differs, unchecked = mismatch(calibration["params"], trial, folder)
-        if differs:
-            flags.add("calibration_other")
-        elif unchecked:
-            flags.add("calibration_unchecked")
+        if differs or unchecked:
+            flags.add("calibration_other" if differs else "calibration_unchecked")
     else:
         flags.add("no_calibration")
-    row["attribution"] = "shared" if concurrency > 1 else "exclusive"
-    if concurrency > 1:
-        flags.add("shared")
-    state = read_state(folder / "state.csv", t0, t1, model) if t0 is not None else {}
-    row |= state
-    if row["throttled_s"]:
-        flags.add("throttled")
+    if t0 is not None:
+        row |= read_state(folder / "state.csv", t0, t1, model)
+        if row["throttled_s"]:
+            flags.add("throttled")
 
     samples = open_samples(folder, flags)
-    if samples is None:
-        estimates(row, flags, calibration, own, estimable, None, None, {})
+    view = energy_into(row, flags, seen, samples, calibration, pieces) if samples else None
+    estimates(row, flags, calibration, own, pieces, view)
+    if view and (trace_dir or timeline_dir):
+        view |= {"row": row, "seen": seen, "commands": commands, "pieces": pieces, "samples": samples}
+        if trace_dir:
+            write_trace(Path(trace_dir) / f"{row['trajectory']}.json", view)
+        if timeline_dir and t0 is not None:
+            write_timeline(Path(timeline_dir) / f"{row['trajectory']}.png", view)
+
+
+def cut_time(seen, model, busy):
+    """The agent's execution cut at every moment that matters, so that every sum in the row is a sum of the same pieces.
+
+    A dict of arrays, one value per piece: `a`, `b` its ends, `mid`, `dt`, and what it belongs to: `model`, `command`, `waiting`,
+    `overlap`, `wasted`, `blind` (only calls without token counts run). `firsts` {k: end of the k-th logical call}.
+    """
+    t0, t1, own, others = seen["t0"], seen["t1"], seen["calls"], seen["others"]
+    counted, blind = (union([(c["start"], c["end"]) for c in own if has_tokens(c) == x]) for x in (True, False))
+    wasted = union([(c["start"], c["end"]) for c in wasted_calls(own)])
+    firsts, keys = {}, list(dict.fromkeys(c["key"] for c in own))
+    for k in FIRST if t0 is not None else ():
+        if len(keys) >= k:
+            firsts[k] = min(t1, max(c["end"] for c in own if c["key"] in keys[:k]))
+    cuts = [x for iv in (model, busy, blind, counted, wasted, *map(np.array, other_sessions(others))) for x in iv.ravel()]
+    cuts += [t0, t1, *firsts.values(), *(x for c in others for x in (c["start"], c["end"]))]
+    cuts = np.unique([x for x in cuts if t0 is not None and t0 <= x <= t1])
+    a, b = cuts[:-1], cuts[1:]
+    mid = (a + b) / 2
+    on, is_busy = inside(mid, model), inside(mid, busy)
+    return {
+        "a": a, "b": b, "mid": mid, "dt": b - a, "model": on, "command": is_busy & ~on, "waiting": ~on & ~is_busy, "overlap": on & is_busy,
+        "wasted": inside(mid, wasted), "blind": inside(mid, blind) & ~inside(mid, counted), "firsts": firsts, "busy": busy,
+    }  # fmt: skip
+
+
+PARTS = ("model", "command", "waiting")
+
+
+def has_tokens(call):
+    """Did this attempt end with token counts? One that was aborted or refused did not."""
+    return call["prompt"] is not None and call["completion"] is not None
+
+
+def times_into(row, pieces):
+    """total_s and its parts; without a split the total alone."""
+    dt = pieces["dt"]
+    if not len(dt):
         return
+    begin, end = pieces["a"][0], pieces["b"][-1]
+    row["total_s"] = round(float(end - begin), 6)
+    for k, at in pieces["firsts"].items():
+        row[f"first{k}_s"] = float(at - begin)
+    if row["split_source"] is None:
+        return
+    row["total_s"], parts = exact_parts(float(end - begin), [float(dt[pieces[p]].sum()) for p in PARTS])
+    row |= {f"{p}_s": x for p, x in zip(PARTS, parts, strict=True)}
+    row["overlap_s"] = float(dt[pieces["overlap"]].sum())
+    if row["split_source"] == "calls":
+        row["command_s"] = row["overlap_s"] = None
+
+
+def energy_into(row, flags, seen, samples, calibration, pieces):
+    """Everything measured in joules; returns what estimates and views need, one value per piece and domain group."""
+    own, others, a, b, dt = seen["calls"], seen["others"], pieces["a"], pieces["b"], pieces["dt"]
     domains = {g: [d for d in samples.domains if energylib.group(d) == g] for g in GROUPS}
-    sources(row, flags, samples, domains)
     present = [g for g in GROUPS if domains[g]]
     summed = [g for g in present if any(d in samples.total_domains for d in domains[g])]
     row["total_domains"] = "+".join(summed) or None
+    sources(row, flags, samples, domains)
     if summed != present:
         flags.add("module_scope")
 
-    # pieces outside the agent's execution come along in the same call: setup, verifier, earlier attempts
-    begin, (v0, v1) = seen["begin"], seen["verifier"]
-    setup_end = t0 if t0 is not None else seen["end"]
-    outside = [("setup", begin, setup_end), ("verifier", v0, v1)]
-    gone = [(c["start"], c["end"]) for c in seen["early"]]
-    gone += [agent_window(x["result"]) for x in seen["attempts"] if x is not seen["attempt"]]
-    outside += [("gone", x, y) for x, y in union([g for g in gone if None not in g])]
-    outside = [(n, x, y) for n, x, y in outside if x is not None and y is not None and y > x]
-    where = np.array([n for n, _, _ in outside])
-    every = own + others + seen["early"]
-    intervals = np.array([(c["start"], c["end"]) for c in every], dtype=float).reshape(-1, 2)
-    powers = call_powers(calibration, every)
-    quiet = quiet_power(samples, domains["gpu"] or domains["cpu"], a[is_waiting], b[is_waiting])
-    lead = "gpu" if domains["gpu"] else "cpu"
-    row["idle_quiet_w"] = quiet["total"]
+    # idle power: calibrated, and the trajectory's own quietest
+    idle_w = calibration["idle"] if calibration else {}
     idle_of = {g: sum(idle_w[d] for d in domains[g]) if domains[g] and all(d in idle_w for d in domains[g]) else None for g in GROUPS}
     if calibration and any(idle_of[g] is None for g in ("gpu", "cpu") if domains[g]):
         flags.add("idle_unknown")
-    if known(row["idle_quiet_w"]) and known(idle_of[lead]) and idle_of[lead] > 0 and abs(row["idle_quiet_w"] / idle_of[lead] - 1) > 0.03:
+    lead = "gpu" if domains["gpu"] else "cpu"
+    quiet = quiet_power(samples, domains[lead], a[pieces["waiting"]], b[pieces["waiting"]])
+    row["idle_quiet_w"] = quiet["total"]
+    if known(quiet["total"]) and idle_of[lead] and abs(quiet["total"] / idle_of[lead] - 1) > 0.03:
         flags.add("idle_drift")
-    apportion = dict(idle_w)
-    if not calibration and domains["gpu"] and quiet["by_domain"]:
+    apportion = idle_w
+    if not calibration and lead == "gpu" and quiet["by_domain"]:
         apportion = quiet["by_domain"]
         flags.add("idle_from_trajectory")
-    joules, err = segment_energy(
-        samples, np.r_[a, [x for _, x, _ in outside]], np.r_[b, [y for _, _, y in outside]], intervals, busy, apportion, powers
-    )
+
+    # what lies outside the agent's execution comes along in the same reading: setup, verifier, earlier attempts
+    gone = [(c["start"], c["end"]) for c in seen["apart"]]
+    gone += [agent_window(x["result"]) for x in seen["attempts"] if x is not seen["attempt"]]
+    outside = [("setup", seen["begin"], seen["end"] if seen["t0"] is None else seen["t0"]), ("verifier", *seen["verifier"])]
+    outside += [("gone", x, y) for x, y in union([g for g in gone if None not in g])]
+    outside = [(name, x, y) for name, x, y in outside if x is not None and y is not None and y > x]
+    calls = own + others + seen["apart"]
+    spans = np.array([(c["start"], c["end"]) for c in calls], dtype=float).reshape(-1, 2)
+    powers = call_powers(calibration, calls)
+    begin, end = np.r_[a, [x for _, x, _ in outside]], np.r_[b, [y for _, _, y in outside]]
+    joules, err = segment_energy(samples, begin, end, spans, pieces["busy"], apportion, powers)
     n = len(a)
-    if t0 is not None:
-        covered = samples.energy(np.array([t0]), np.array([t1])).covered[0]
+    if n:
+        covered = samples.energy(a[:1], b[-1:]).covered[0]
         row["coverage"] = float(covered) if known(covered) else None
         if known(covered) and covered < 0.99:
             flags.add("gaps")
 
-    # other trajectories: idle is shared by those in progress, the rest goes to calls by power
+    # of what the machine used, what this trajectory answers for (all of it when it is alone)
     idle_share = active_share = np.ones(n)
-    if concurrency > 1:
-        idle_share, active_share = shares(mid, own, others, sessions, every, powers)
+    if row["concurrency"] > 1:
+        idle_share, active_share = shares(pieces["mid"], own, others, other_sessions(others), calls, powers)
     group_j, group_idle, group_err = {}, {}, {}
     for g in present:
         idle = sum(idle_w.get(d, 0.0) for d in domains[g]) * dt
-        raw = np.sum([joules[d][:n] for d in domains[g]], axis=0)
         group_idle[g] = idle * idle_share
-        group_j[g] = group_idle[g] + (raw - idle) * active_share
+        group_j[g] = group_idle[g] + (np.sum([joules[d][:n] for d in domains[g]], axis=0) - idle) * active_share
         group_err[g] = np.sqrt(np.sum([np.square(err[d][:n]) for d in domains[g]], axis=0)) * active_share
-
-    if t0 is None:
-        flags.discard("gaps")
-    for g in present if t0 is not None else []:
-        j = group_j[g]
+    split = row["split_source"] is not None
+    for g in present if n else ():
+        j, above = group_j[g], group_j[g] - group_idle[g]
         if not np.isfinite(j).all():
             flags.add("not_covered")
             continue
         row[f"{g}_total_j"] = round(float(j.sum()), 6)
         if split:
-            total, parts = exact_parts(j.sum(), [j[is_model].sum(), j[is_command].sum(), j[is_waiting].sum()])
-            row[f"{g}_total_j"], row[f"{g}_model_j"], row[f"{g}_command_j"], row[f"{g}_waiting_j"] = total, *parts
-            if row["split_source"] == "calls":
-                row[f"{g}_command_j"] = None
+            row[f"{g}_total_j"], parts = exact_parts(float(j.sum()), [float(j[pieces[p]].sum()) for p in PARTS])
+            row |= {f"{g}_{p}_j": x for p, x in zip(PARTS, parts, strict=True) if p != "command" or row["split_source"] != "calls"}
         if g != "dram" and idle_of[g] is not None:
-            row[f"{g}_idle_j"] = float(group_idle[g].sum())
-            row[f"{g}_above_idle_j"] = float((j - group_idle[g]).sum())
+            row |= {f"{g}_idle_j": float(group_idle[g].sum()), f"{g}_above_idle_j": float(above.sum())}
             if split:
-                row[f"{g}_model_above_idle_j"] = float((j - group_idle[g])[is_model].sum())
+                row[f"{g}_model_above_idle_j"] = float(above[pieces["model"]].sum())
         if g == "gpu" and split:
-            e = group_err[g][is_model]
-            row["gpu_err_j"] = float(np.sqrt(np.square(e[np.isfinite(e)]).sum())) if len(e) else 0.0
+            row["gpu_err_j"] = float(np.sqrt(np.nansum(np.square(group_err[g][pieces["model"]]))))
+
     totals = [row[f"{g}_total_j"] for g in summed]
-    row["total_j"] = round(sum(totals), 6) if totals and all(known(x) for x in totals) else None
     whole = np.sum([group_j[g] for g in summed], axis=0)
-    if known(row["total_j"]):
-        for k, at in firsts.items():
-            row[f"first{k}_total_j"] = float(whole[mid < at].sum())
-
-    other_j = np.sum([joules[d][n:] for g in summed for d in domains[g]], axis=0)
+    beyond = np.sum([joules[d][n:] for g in summed for d in domains[g]], axis=0)
+    where = np.array([name for name, _, _ in outside], dtype=object)
+    if totals and all(known(x) for x in totals):
+        row["total_j"] = round(sum(totals), 6)
+        row |= {f"first{k}_total_j": float(whole[pieces["mid"] < at].sum()) for k, at in pieces["firsts"].items()}
+        if seen["known"]:
+            row["wasted_j"] = float(whole[pieces["wasted"]].sum() + beyond[where == "gone"].sum())
     for name in ("setup", "verifier"):
-        x = other_j[where == name] if len(where) else np.array([])
-        if len(x):
-            row[f"{name}_j"] = float(x.sum()) if np.isfinite(x).all() else None
-            if row[f"{name}_j"] is None:
+        if (where == name).any():
+            x = float(beyond[where == name].sum())
+            row[f"{name}_j"] = x if known(x) else None
+            if not known(x):
                 flags.add("setup_not_covered")
-    gone_j = other_j[where == "gone"] if len(where) else np.array([])
-    if known(row["total_j"]) and seen["known"]:
-        row["wasted_j"] = float(whole[is_wasted].sum() + gone_j.sum())
-
-    pieces = {
-        "dt": dt, "model": is_model & ~is_blind, "rest": ~is_model, "joules": group_j, "idle": group_idle, "blind": is_blind,
-        "shared": idle_share,
+    return {
+        "domains": domains, "summed": summed, "idle_w": idle_w, "idle_of": idle_of, "apportion": apportion, "spans": spans,
+        "joules": group_j, "idle": group_idle, "whole": whole, "idle_share": idle_share,
     }  # fmt: skip
-    estimates(row, flags, calibration, own, estimable, pieces, summed, idle_of)
-    if trace_dir or timeline_dir:
-        view = {
-            "row": row, "samples": samples, "domains": domains, "calls": own, "commands": commands, "t0": t0, "t1": t1, "seen": seen,
-            "segments": (a, b, np.select([is_model, is_command], ["model", "command"], "waiting")), "joules": whole, "idle": idle_w,
-            "intervals": intervals, "apportion": apportion,
-        }  # fmt: skip
-        if trace_dir:
-            write_trace(Path(trace_dir) / f"{row['trajectory']}.json", view)
-        if timeline_dir and t0 is not None:
-            write_timeline(Path(timeline_dir) / f"{row['trajectory']}.png", view)
 
 
 def split_sources(row, flags, seen, model):
@@ -1183,7 +1187,7 @@ def split_sources(row, flags, seen, model):
     t0, t1, own = seen["t0"], seen["t1"], seen["calls"]
     cast = read_cast(seen["agent_dir"] / "recording.cast")
     row["recording_status"] = cast["status"]
-    terminal = (row["agent"] or "").startswith("terminus")
+    terminal = str(row["agent"]).startswith("terminus")
     if cast["status"] in ("missing", "empty") and terminal:
         flags.add("recording_missing")
     elif cast["status"] == "damaged":
@@ -1296,58 +1300,60 @@ def quiet_power(samples, domains, a, b):
     }
 
 
-def estimates(row, flags, calibration, own, estimable, pieces, summed, idle_of):
+def estimates(row, flags, calibration, own, pieces, view):
     """est_* and closure_*: from token counts and the call model alone, against the same calls and domains measured."""
-    if not calibration or not own:
-        return
-    if any(c["prompt"] is not None and c["cached"] is None for c in own):
-        return  # flagged cached_unknown: an estimate would have to guess
-    if not estimable:
-        return
-    est = predict(calibration, estimable)
+    calls = [c for c in own if has_tokens(c)]
+    if not calibration or not calls or any(c["cached"] is None for c in calls):
+        return  # an unknown cached count (flagged) would have to be guessed
+    est = predict(calibration, calls)
     row["est_model_s"] = seconds = float(np.sum(est["time_s"]))
-    above = {g: float(np.sum(j)) for g in GROUPS if (j := est.get(f"{g}_above_idle_j")) is not None and (summed is None or g in summed)}
+    measured_s = sum(c["end"] - c["start"] for c in calls)
+    row["closure_time"] = seconds / measured_s - 1 if measured_s > 0 else None
+    if len(calls) < len(own):
+        flags.add("closure_partial")
+    idle_of, summed = (view["idle_of"], view["summed"]) if view else ({}, GROUPS)
+    above = {g: float(np.sum(j)) for g in GROUPS if (j := est.get(f"{g}_above_idle_j")) is not None and g in summed}
     for g in ("gpu", "cpu"):
         if g in above:
             row[f"est_{g}_above_idle_j"] = above[g]
             if idle_of.get(g) is not None:
                 row[f"est_{g}_model_j"] = above[g] + idle_of[g] * seconds
-    if len(estimable) < len(own):
-        flags.add("closure_partial")
-    measured_s = sum(c["end"] - c["start"] for c in estimable)
-    row["closure_time"] = seconds / measured_s - 1 if measured_s > 0 else None
-    if pieces is None or row["split_source"] is None:
-        return
     both = [g for g in above if idle_of.get(g) is not None and known(row[f"{g}_total_j"])]
-    if not both:
+    if not both or row["split_source"] is None:
         return
     row["est_domains"] = "+".join(both)
-    model, rest, dt = pieces["model"], pieces["rest"], pieces["dt"]
-    idle = sum(idle_of[g] for g in both)
-    joules, base = (np.sum([pieces[k][g] for g in both], axis=0) for k in ("joules", "idle"))
-    total_above = sum(above[g] for g in both)
-    rest_s = float((dt * pieces["shared"])[rest].sum())
-    row["est_total_j"] = total_above + idle * seconds + idle * rest_s
+    on = pieces["model"] & ~pieces["blind"]
+    idle_w = sum(idle_of[g] for g in both)
+    joules, base = (np.sum([view[k][g] for g in both], axis=0) for k in ("joules", "idle"))
+    est_above = sum(above[g] for g in both)
+    rest_s = float((pieces["dt"] * view["idle_share"])[~pieces["model"]].sum())
+    row["est_total_j"] = est_above + idle_w * (seconds + rest_s)
 
     def off(estimate, measured):
         return estimate / measured - 1 if measured > 0 else None
 
-    row["closure_model_above_idle"] = off(total_above, float((joules - base)[model].sum()))
-    row["closure_model"] = off(total_above + idle * seconds, float(joules[model].sum()))
+    row["closure_model_above_idle"] = off(est_above, float((joules - base)[on].sum()))
+    row["closure_model"] = off(est_above + idle_w * seconds, float(joules[on].sum()))
     row["closure_total"] = off(row["est_total_j"], float(joules[~pieces["blind"]].sum()))
-    if "estimated" in (row["cpu_source"] if "cpu" in both else "") or "estimated" in (row["gpu_source"] if "gpu" in both else ""):
+    if any(row[f"{g}_source"] == "estimated" for g in both if g != "dram"):
         flags.add("closure_circular")
 
 
 # ---------------------------------------------------------------- views
 
 
-def power_series(view, per_step=1):
-    """{domain: (start times, mean power W)} between the rows of samples.csv, every `per_step` rows."""
-    samples = view["samples"]
-    t = np.asarray(samples.t)[::per_step]
+def power_series(samples):
+    """{domain: (times, W)}: mean power between the rows of samples.csv."""
+    t = np.asarray(samples.t)
+    t = t[np.r_[True, np.diff(t) > 0]]
     e = samples.energy(t[:-1], t[1:])
     return {d: (t[:-1], e.joules[d] / np.diff(t)) for d in samples.domains}
+
+
+def pieces_with_names(view):
+    """(begins, ends, names) of the pieces of the agent's execution."""
+    p = view["pieces"]
+    return p["a"], p["b"], np.select([p["model"], p["command"]], ["model", "command"], "waiting")
 
 
 def write_trace(path, view):
@@ -1356,7 +1362,7 @@ def write_trace(path, view):
     Times are microseconds since the trial's begin, `otherData.t_begin` says when that was.
     """
     row, seen = view["row"], view["seen"]
-    zero = min(x for x in (seen["begin"], view["t0"], float(view["samples"].t[0])) if x is not None)
+    zero = min(x for x in (seen["begin"], seen["t0"], float(view["samples"].t[0])) if x is not None)
 
     def us(t):
         return round((t - zero) * 1e6)
@@ -1374,23 +1380,23 @@ def write_trace(path, view):
         )
 
     thread(1, "phases")
-    for name, (x, y) in (("setup", (seen["begin"], view["t0"] or seen["end"])), ("verifier", seen["verifier"])):
+    for name, (x, y) in (("setup", (seen["begin"], seen["t0"] or seen["end"])), ("verifier", seen["verifier"])):
         if x is not None and y is not None and y > x:
             slice_(1, name, x, y, energy_j=row[f"{name}_j"])
-    a, b, label = view["segments"]
+    a, b, label = pieces_with_names(view)
     first = np.flatnonzero(np.r_[True, label[1:] != label[:-1]]) if len(a) else []
     for i, j in zip(first, np.r_[first[1:], len(a)].astype(int) if len(first) else [], strict=True):
-        slice_(1, str(label[i]), a[i], b[j - 1], energy_j=round(float(view["joules"][i:j].sum()), 3))
+        slice_(1, str(label[i]), a[i], b[j - 1], energy_j=round(float(view["whole"][i:j].sum()), 3))
 
     lanes = []  # calls that overlap need tracks of their own: slices of one track must nest
-    for c in view["calls"]:
+    for c in seen["calls"]:
         lane = next((n for n, end in enumerate(lanes) if end <= c["start"]), len(lanes))
         lanes[lane : lane + 1] = [c["end"]]
         on = (a >= c["start"]) & (b <= c["end"])
         slice_(
             10 + lane, c["kind"] if c["ok"] else f"{c['kind']} (failed)", c["start"], c["end"], status=c["status"],
             prompt_tokens=c["prompt"], cached_tokens=c["cached"], completion_tokens=c["completion"], finish_reason=c["finish"],
-            error=str(c["error"])[:200] if c["error"] else None, energy_j=round(float(view["joules"][on].sum()), 3) if on.any() else None,
+            error=str(c["error"])[:200] if c["error"] else None, energy_j=round(float(view["whole"][on].sum()), 3) if on.any() else None,
         )  # fmt: skip
     for lane in range(len(lanes)):
         thread(10 + lane, "model calls" + (f" {lane + 1}" if len(lanes) > 1 else ""))
@@ -1398,7 +1404,7 @@ def write_trace(path, view):
     ordered = sorted(view["commands"], key=lambda c: c["start"])
     for c, after in zip(ordered, [x["start"] for x in ordered[1:]] + [math.inf], strict=False):
         slice_(50, c["keys"].strip()[:80] or "(continued)", c["start"], max(c["start"], min(c["end"], after)))
-    for d, (t, w) in power_series(view).items():
+    for d, (t, w) in power_series(view["samples"]).items():
         for x, y in zip(t, w, strict=True):
             if math.isfinite(y):
                 events.append({"ph": "C", "pid": 1, "name": f"{d} power", "ts": us(x), "args": {"W": round(float(y), 3)}})
@@ -1436,15 +1442,15 @@ def write_timeline(path, view):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    row, t0, t1 = view["row"], view["t0"], view["t1"]
+    row, t0, t1 = view["row"], view["seen"]["t0"], view["seen"]["t1"]
     groups = [g for g in ("gpu", "cpu") if view["domains"][g]]
     if not groups:
         return
-    a, b, label = view["segments"]
+    a, b, label = pieces_with_names(view)
     fig, axes = plt.subplots(len(groups), 2, figsize=(9, 1.2 + 1.9 * len(groups)), width_ratios=[4, 1], squeeze=False, layout="constrained")
     edges = np.unique(np.r_[np.linspace(t0, t1, min(1200, max(2, int((t1 - t0) * 10)))), a, b])
     edges = edges[np.r_[True, np.diff(edges) > 1e-6]]
-    energy, _ = segment_energy(view["samples"], edges[:-1], edges[1:], view["intervals"], busy_of(view), view["apportion"], None)
+    energy, _ = segment_energy(view["samples"], edges[:-1], edges[1:], view["spans"], view["pieces"]["busy"], view["apportion"], None)
     phase = label[np.clip(np.searchsorted(a, (edges[:-1] + edges[1:]) / 2, side="right") - 1, 0, len(a) - 1)]
     for (left, right), g in zip(axes, groups, strict=True):
         power = np.sum([energy[d] for d in view["domains"][g]], axis=0) / np.diff(edges)
@@ -1452,7 +1458,7 @@ def write_timeline(path, view):
         for name, colour in PHASE_COLOURS.items():
             y = np.where(phase == name, power, 0.0)
             left.fill_between(x, np.r_[y, y[-1:]], step="post", color=colour, linewidth=0, label=name)
-        idle = [view["idle"].get(d) for d in view["domains"][g]]
+        idle = [view["idle_w"].get(d) for d in view["domains"][g]]
         if all(known(w) for w in idle):
             left.axhline(sum(idle), color="black", linewidth=0.8, linestyle="--", label="loaded idle")
         source = row[f"{g}_source"]
@@ -1477,10 +1483,6 @@ def write_timeline(path, view):
     fig.savefig(part, dpi=150)
     plt.close(fig)
     os.replace(part, path)
-
-
-def busy_of(view):
-    return union([(c["start"], c["end"]) for c in view["commands"]])
 
 
 # ---------------------------------------------------------------- the table
@@ -1602,7 +1604,11 @@ def main(argv=None):
             file=sys.stderr,
         )
         return 2
-    rows = align_all(folders, calibration, notes, args.jobs, args.trace, args.timeline, show_progress())
+    try:
+        rows = align_all(folders, calibration, notes, args.jobs, args.trace, args.timeline, show_progress())
+    except KeyboardInterrupt:
+        print(f"align_trial: interrupted, {args.out} was not written", file=sys.stderr)
+        return 130
     write_table(args.out, rows)
     outcomes = {k: sum(r["outcome"] == k for r in rows) for k in ("success", "fail", "unscored")}
     print(f"{args.out}: {len(rows)} trajectories, " + ", ".join(f"{n} {k}" for k, n in outcomes.items()))

@@ -205,6 +205,37 @@ def test_whose_fault(trial, exception, message, expected):
     assert (row["outcome"], row["fail_reason"]) == expected
 
 
+def test_a_timeout_is_a_timeout_whatever_its_traceback_went_through(trial):
+    folder = trial("timeout", samples=False)
+    path = attempt_dir(folder) / "result.json"
+    result = json.loads(path.read_text())
+    result["verifier_result"] = None
+    result["exception_info"]["exception_traceback"] = "ContextLengthExceededError ... OutputLengthExceededError"
+    path.write_text(json.dumps(result))
+    row = at.align(folder)
+    assert (row["outcome"], row["fail_reason"]) == ("fail", "agent_timeout")
+
+
+def test_a_replay_that_does_not_fit_is_nobodys_fail(trial):
+    folder = trial("down", samples=False)
+    records = read_log(folder)
+    records[-1]["error"] = "replay_mismatch"
+    write_log(folder, records)
+    row = at.align(folder)
+    assert (row["outcome"], row["fail_reason"]) == ("unscored", "replay")
+
+
+@pytest.mark.parametrize(
+    "field", ["agent_result", "exception_info", "verifier_result", "config", "agent_execution", "verifier", "step_results"]
+)
+@pytest.mark.parametrize("value", [None, [], "x", 3, {"metadata": [], "rewards": [1], "agent": "x"}])
+def test_fields_of_another_kind_are_taken_as_missing(trial, field, value):
+    folder = trial("plain", samples=False)
+    path = attempt_dir(folder) / "result.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
+    assert "alignment_failed" not in codes(at.align(folder))
+
+
 @pytest.mark.parametrize(
     "ended, expected",
     [
@@ -387,6 +418,26 @@ def test_empty_and_half_written_files(trial):
     (agent / "recording.cast").write_text("")
     row = at.align(folder)
     assert (row["trajectory_status"], row["recording_status"], row["split_source"]) == ("missing", "empty", "calls")
+
+
+def test_a_clock_that_ran_backwards_gives_no_split(trial):
+    folder = trial("plain")
+    path = attempt_dir(folder) / "result.json"
+    result = json.loads(path.read_text())
+    run = result["agent_execution"]
+    run["started_at"], run["finished_at"] = run["finished_at"], run["started_at"]
+    path.write_text(json.dumps(result))
+    row = at.align(folder)
+    assert row["total_s"] is None and row["model_s"] is None and row["outcome"] == "success"
+    assert "window_unknown" in codes(row)
+
+
+def test_attempts_that_all_failed_have_unknown_tokens(trial):
+    folder = trial("down", samples=False)
+    write_log(folder, [r for r in read_log(folder) if r["status"] != 200])
+    row = at.align(folder)
+    assert [row[f"{k}_tokens"] for k in ("prompt", "cached", "uncached", "completion")] == [None] * 4
+    assert row["attempts"] > 0 and "tokens_unknown" in codes(row)
 
 
 def test_several_attempts_give_one_row_and_the_first_is_wasted(trial):
@@ -929,6 +980,19 @@ def test_trace(name, trial, tmp_path):
             dur = sum(e["dur"] for e in slices["phases"] if e["name"] == phase)
             assert dur * 1e-6 == pytest.approx(row[f"{phase}_s"], abs=0.001)
     assert at.align(trial(name)) == row  # views change nothing
+
+
+def test_perfetto_reads_the_trace(trial, tmp_path):
+    """With Perfetto's own trace processor, where it is installed (the perfetto package fetches it from the network, so it may not be)."""
+    processor = pytest.importorskip("perfetto.trace_processor")
+    shell = shutil.which("trace_processor_shell")
+    if not shell:
+        pytest.skip("trace_processor_shell is not on PATH")
+    row = at.align(trial("shell"), trace_dir=tmp_path)
+    config = processor.TraceProcessorConfig(bin_path=shell)
+    with processor.TraceProcessor(trace=str(tmp_path / f"{row['trajectory']}.json"), config=config) as tp:
+        assert next(iter(tp.query("select count(*) as n from slice where name = 'agent'"))).n == row["attempts"]
+        assert next(iter(tp.query("select max(value) as w from counter"))).w == pytest.approx(CALL, rel=0.05)
 
 
 def test_timeline(trial, tmp_path):
