@@ -747,7 +747,8 @@ def host_info(nvml):
     container = next((kind for path, kind in (("/.dockerenv", "docker"), ("/run/.containerenv", "podman")) if os.path.exists(path)), None)
     driver = nvml.ask("nvmlSystemGetDriverVersion") if nvml and nvml.gpus else None
     return {
-        "cpu": model.group(1) if model else platform.machine(), "logical_cpus": os.cpu_count(), "kernel": platform.release(), "machine": platform.machine(),
+        "cpu": model.group(1) if model else platform.machine(), "logical_cpus": os.cpu_count(),
+        "kernel": platform.release(), "machine": platform.machine(),
         "virtual_machine": bool(re.search(r"^flags\s*:.*\bhypervisor\b", cpuinfo, re.M)), "container": container,
         "driver": Nvml._text(driver) if driver is not None else None, "python": platform.python_version(),
     }  # fmt: skip
@@ -854,6 +855,7 @@ class Sampler:
         state = threading.Thread(target=self._state, daemon=True, name="state")
         try:
             self._write(out, ",".join(self.header()))
+            self.cpu_begin = self._cpu_s()  # starting Python and NVML is not sampling
             state.start()
             self._rows(out, duration)
         finally:
@@ -965,9 +967,13 @@ class Sampler:
         except OSError as e:
             say(f"{self.state_path}: {e}; the state of the hardware is not recorded", "state")
 
-    def footer(self):
+    @staticmethod
+    def _cpu_s():
         spent = resource.getrusage(resource.RUSAGE_SELF)
-        cpu_s, wall = spent.ru_utime + spent.ru_stime, max(1e-9, self.last - self.first)
+        return spent.ru_utime + spent.ru_stime
+
+    def footer(self):
+        cpu_s, wall = self._cpu_s() - self.cpu_begin, max(1e-9, self.last - self.first)
         gpus = {}
         for i, thread in enumerate(self.threads):
             t = thread.tracker
