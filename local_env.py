@@ -56,8 +56,23 @@ HOST_DIRS = ["/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/v
 USER_MODE_DIRS = ["/usr/local", *(f"/usr/local/{d}" for d in ("bin", "etc", "include", "lib", "sbin", "share"))]
 PSEUDO_FS = {"proc", "sysfs", "devtmpfs", "devpts", "tmpfs", "cgroup", "cgroup2", "overlay", "mqueue", "nsfs", "autofs", "fuse.lxcfs"}
 # Docker's default capabilities without mknod (there is no device cgroup here).
-KEPT = "chown dac_override fowner fsetid kill setgid setuid setpcap net_bind_service net_raw sys_chroot audit_write setfcap"
-CAPS = ",".join(["-all", *(f"+{c}" for c in KEPT.split())])
+KEPT = {
+    "chown": 0,
+    "dac_override": 1,
+    "fowner": 3,
+    "fsetid": 4,
+    "kill": 5,
+    "setgid": 6,
+    "setuid": 7,
+    "setpcap": 8,
+    "net_bind_service": 10,
+    "net_raw": 13,
+    "sys_chroot": 18,
+    "audit_write": 29,
+    "setfcap": 31,
+}
+CAPS = ",".join(["-all", *(f"+{name}" for name in KEPT)])
+DROPPED = ",".join(str(n) for n in range(64) if n not in KEPT.values())
 # Commands that stand for a Debian package where dpkg cannot be asked; packages with no command of their own are empty.
 PACKAGE_COMMANDS = {
     "build-essential": ["gcc", "make"],
@@ -162,6 +177,27 @@ exec env -i PATH="$INSIDE_PATH" setpriv --bounding-set="$CAPS" -- \
   bash -c 'trap "" HUP INT TERM; while :; do sleep 86400 & wait $!; done' init
 """
 
+# Enters the namespaces and starts a command there. Not nsenter: that would run a program of the inside, which an agent may
+# have replaced, with all privileges. Here they are given up before anything from inside is read; hence no imports after setns.
+ENTER = r"""
+import ctypes, os, sys
+pid, kinds, drop, n = sys.argv[1:5]
+n = 5 + int(n)
+env = dict(pair.split("=", 1) for pair in sys.argv[5:n])
+libc = ctypes.CDLL(None, use_errno=True)
+for fd in [os.open(f"/proc/{pid}/ns/{kind}", os.O_RDONLY | os.O_CLOEXEC) for kind in kinds.split(",")]:
+    if libc.setns(fd, 0):
+        os.write(2, b"setns: " + os.strerror(ctypes.get_errno()).encode() + b"\n")
+        os._exit(125)
+child = os.fork()
+if child == 0:
+    for cap in drop.split(","):
+        libc.prctl(24, int(cap), 0, 0, 0)
+    os.chdir("/")
+    os.execve("/bin/sh", ["sh", *sys.argv[n:]], env)
+status = os.waitpid(child, 0)[1]
+os._exit(os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status))
+"""
 # Inside, as root: become $1 (a name, or a number that need not be in /etc/passwd), with its group, groups and home.
 BECOME = r"""
 u=$1; shift
@@ -210,7 +246,7 @@ def refusal(stderr):
 
 def detect_mode():
     """Return "root" or "user"; raises LocalEnvError when neither kind of namespace can be had."""
-    needed = {"unshare": "util-linux", "nsenter": "util-linux", "setpriv": "util-linux", "tar": "tar", "bash": "bash", "find": "findutils"}
+    needed = {"unshare": "util-linux", "setpriv": "util-linux", "tar": "tar", "bash": "bash", "find": "findutils"}
     for tool, package in needed.items():
         if not shutil.which(tool):
             raise LocalEnvError(f"{tool} is missing: apt-get install -y {package}, or {ADVICE}")
@@ -475,20 +511,17 @@ class Namespace:
         """The argument list that runs `command` (a list) inside, in `cwd`, with exactly this environment, as this user."""
         if not self.alive:
             raise LocalEnvError("the environment is not running (any more)")
-        enter = ["nsenter", "-t", str(self.pid), "-m", "-p", "-u", "-i", *(["-n"] if self.private_network else [])]
-        if self.mode == "user":
-            enter += ["-U", "--preserve-credentials"]
         become = []
         if user in (None, "", "root", 0, "0"):
             env = {"HOME": "/root", **(env or {})}
         elif self.mode == "user":
             raise LocalEnvError(f"user {user!r}: an unprivileged user namespace has only root; run as root, or {ADVICE}")
         else:
-            become = ["sh", "-c", BECOME, "as", str(user)]
+            become = ["sh", "-c", BECOME, "become", str(user)]
+        kinds = ["user"] * (self.mode == "user") + ["net"] * self.private_network + ["uts", "ipc", "pid", "mnt"]
         pairs = [f"{k}={v}" for k, v in {"PATH": INSIDE_PATH, "LANG": "C.UTF-8", **(env or {})}.items()]
-        drop = ["setpriv", f"--bounding-set={CAPS}", "--"]
-        go = ["sh", "-c", 'cd "$0" || exit 126; exec "$@"', cwd]
-        return [*self._prefix, *enter, "env", "-i", *pairs, *drop, *become, *go, *command]
+        enter = [sys.executable, "-I", "-S", "-c", ENTER, str(self.pid), ",".join(kinds), DROPPED, str(len(pairs)), *pairs]
+        return [*self._prefix, *enter, "-c", 'exec "$@"', "sh", *become, "sh", "-c", 'cd "$0" || exit 126; exec "$@"', cwd, *command]
 
     async def run(self, command, cwd="/", env=None, user=None, timeout_s=None, stdin=None, stdout=None):
         """Run a command inside: a shell line (bash) or a list. Returns (exit status, stdout, stderr); raises TimeoutError."""
@@ -622,11 +655,10 @@ def expand(text, variables):
     """$NAME, ${NAME} and ${NAME:-default} as Docker expands them."""
 
     def value(m):
-        if m[1] or m[3]:
-            return variables.get(m[1] or m[3], "")
-        return variables.get(m[4]) or m[5]
+        name, default = m[1] or m[2], m[3]
+        return variables.get(name) or default or ""
 
-    return re.sub(r"\$(?:(\w+)|\{(?:(\w+)\}()|(\w+):-([^}]*)\}))", value, text) if "$" in text else text
+    return re.sub(r"\$(?:(\w+)|\{(\w+)(?::-([^}]*))?\})", value, text)
 
 
 def read_dockerfile(path):
