@@ -92,13 +92,17 @@ def usage_counts(usage):
     """
     if not isinstance(usage, dict):
         return {}
-    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
-    cached, prompt = details.get("cached_tokens"), usage.get("prompt_tokens", usage.get("input_tokens"))
+
+    def count(*names, of=usage):
+        values = [of.get(n) for n in names] if isinstance(of, dict) else []
+        return next((v for v in values if isinstance(v, int) and not isinstance(v, bool)), None)
+
+    prompt, completion = count("prompt_tokens", "input_tokens"), count("completion_tokens", "output_tokens")
+    cached = count("cached_tokens", of=usage.get("prompt_tokens_details") or usage.get("input_tokens_details"))
     if "cache_read_input_tokens" in usage:
-        cached = usage["cache_read_input_tokens"]
+        cached = count("cache_read_input_tokens")
         if prompt is not None:
-            prompt += (cached or 0) + (usage.get("cache_creation_input_tokens") or 0)
-    completion = usage.get("completion_tokens", usage.get("output_tokens"))
+            prompt += (cached or 0) + (count("cache_creation_input_tokens") or 0)
     return {"prompt_tokens": prompt, "cached_tokens": cached, "completion_tokens": completion}
 
 
@@ -118,9 +122,11 @@ class Reply:
         self.usage.update({k: v for k, v in usage_counts(usage).items() if v is not None})
 
     def take(self, obj):
-        """One JSON object: a whole reply or the data of one event."""
-        if not isinstance(obj, dict):
-            return
+        """One JSON object: a whole reply or the data of one event. Whatever a server sends, it never stops the bytes."""
+        with contextlib.suppress(AttributeError, TypeError):
+            self._take(obj)
+
+    def _take(self, obj):
         inner = obj.get("response") or obj.get("message")  # responses API, Anthropic's message_start
         for o in (inner, obj) if isinstance(inner, dict) else (obj,):
             if o.get("usage"):
@@ -133,7 +139,7 @@ class Reply:
                 self.finish_reason = choice["finish_reason"]
             if self.text is not None and not choice.get("index"):
                 part = choice.get("message") or choice.get("delta") or choice
-                self.text.append(part.get("content") or part.get("text") or "")
+                self.text.append(message_text(part) or part.get("text") or "")
         for o in (obj, obj.get("delta")):  # Anthropic's messages
             if isinstance(o, dict) and o.get("stop_reason"):
                 self.finish_reason = o["stop_reason"]
@@ -830,7 +836,6 @@ class Proxy:
             a.body = json.loads(plain)
         except (ValueError, RecursionError):
             a.body = None
-        digest = hashlib.sha256(a.raw) if len(a.raw) <= BIG_BODY else await asyncio.to_thread(hashlib.sha256, a.raw)
         if isinstance(a.body, dict):
             a.stream = a.body.get("stream") is True
             if a.session is None and isinstance(a.body.get("session_id"), str):
@@ -838,7 +843,12 @@ class Proxy:
             if request.path.endswith("/chat/completions"):
                 a.messages = a.body.get("messages") if isinstance(a.body.get("messages"), list) else None
                 a.kind = kind_of(a.messages, a.session)
-        a.fingerprint = hashlib.sha256(f"{a.session}\n{a.path}\n{digest.hexdigest()}".encode()).hexdigest()
+        digest = hashlib.sha256(f"{a.session}\n{a.path}\n".encode("utf-8", "replace"))
+        if len(a.raw) <= BIG_BODY:
+            digest.update(a.raw)
+        else:
+            await asyncio.to_thread(digest.update, a.raw)
+        a.fingerprint = digest.hexdigest()
         a.call, a.attempt = self.keys.begin(a.fingerprint, a.waiting)
         if self.bodies or self.recorder:
             a.reply.text = []
@@ -851,7 +861,8 @@ class Proxy:
             offered = [e for e in headers.popall("Accept-Encoding") for e in e.split(",")]
             read = [e.strip() for e in offered if e.split(";")[0].strip().lower() in ("gzip", "x-gzip", "deflate", "identity")]
             headers["Accept-Encoding"] = ", ".join(read) or "identity"
-        may_ask = a.path.endswith("/completions") and "Content-Encoding" not in headers
+        # Only where a key can be put in: not compressed, and UTF-8 (JSON may also be UTF-16, which has zero bytes).
+        may_ask = a.path.endswith("/completions") and "Content-Encoding" not in headers and b"\0" not in a.raw[:4]
         if a.stream and may_ask and not wants_usage(a.body):
             data = inject_usage(a.raw, a.body)
             a.injected = True

@@ -181,6 +181,18 @@ def test_later_null_usage_does_not_wipe_a_number():
     assert r.usage == {"prompt_tokens": 10, "cached_tokens": 0, "completion_tokens": 5}
 
 
+@pytest.mark.parametrize("obj", [
+    [], 1, None, {"usage": []}, {"usage": {"prompt_tokens": "9", "prompt_tokens_details": "x"}}, {"choices": [None, 1]}, {"choices": {"a": 1}},
+    {"choices": [{"message": "text", "finish_reason": 1}]}, {"usage": {"prompt_tokens": True, "completion_tokens": 1.5}}, {"error": 1},
+    {"response": {"usage": 3}}, {"delta": []}, {"message": {"usage": None}},
+])
+def test_odd_replies_are_survived(obj):
+    r = Reply(keep_text=True)
+    r.take(obj)
+    r.take_event(json.dumps(obj).encode())
+    assert r.usage == {"prompt_tokens": None, "cached_tokens": None, "completion_tokens": None}
+
+
 def test_call_keys_join_retries_and_part_parallel_calls():
     keys, waits, gone = CallKeys(), lambda: True, lambda: False
     a, n = keys.begin("f", waits)
@@ -355,6 +367,51 @@ def test_chunks_are_passed_when_they_come(proxied):
         while b"data: {}" not in raw.recv(4096):
             pass
         assert time.monotonic() - t < 0.3
+
+
+def test_http_1_0_client_gets_no_chunked_encoding(proxied):
+    with running([{"raw": "hello world"}]) as s:
+        p = proxied(s.url)
+        body = json.dumps({"model": "m", "messages": USER, "stream": True}).encode()
+        raw = socket.create_connection(("127.0.0.1", p.port), timeout=5)
+        raw.sendall(b"POST %s HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % (CHAT.encode(), len(body)) + body)
+        got = b""
+        while part := raw.recv(65536):
+            got += part
+        assert got.startswith(b"HTTP/1.0 200") and b"chunked" not in got and got.endswith(b"data: [DONE]\n\n")
+
+
+def test_memory_does_not_grow_with_a_stream_nor_with_a_slow_client(program, tmp_path):
+    import psutil
+
+    event = sse(delta("x" * 60_000), end=b"")
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def pour():
+        c, _ = listener.accept()
+        c.recv(65536)
+        c.sendall(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n")
+        for _ in range(3000):
+            c.sendall(event)
+        c.sendall(b"data: [DONE]\n\n")
+        c.close()
+
+    threading.Thread(target=pour, daemon=True).start()
+    log = tmp_path / "calls.jsonl"
+    p, port = program("--upstream", f"http://127.0.0.1:{listener.getsockname()[1]}", "--log", log)
+    raw = Running(None, log, port).open({"model": "m", "messages": USER, "stream": True})
+    before = psutil.Process(p.pid).memory_info().rss
+    time.sleep(0.5)  # the client does not read yet
+    size, peak = 0, 0
+    while size < 3000 * len(event):
+        size += len(raw.recv(1 << 20))
+        if size % 7 == 0:
+            peak = max(peak, psutil.Process(p.pid).memory_info().rss)
+    assert peak - before < 30e6
+    r = Running(None, log, port).records(1)[0]
+    assert r["complete"] and r["chunks"] == 3000 and r["response_bytes"] > 180e6
+    raw.close()
+    listener.close()
 
 
 # --- usage of streams
