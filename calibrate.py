@@ -59,6 +59,7 @@ IDLE_LIMITS = {"gpu": {"trend": 0.03, "bursts": 0.01}, "cpu": {"trend": 0.15, "b
 IDLE_MIN_S = 5.0
 LEAST_SCALE = 0.05  # relative errors of cells below this share of the median cell are taken relative to that share
 NOISY = 0.10  # coefficient of variation of equal calls above which the machine was not quiet (the H200 shows 0.01)
+UNRELIABLE = 0.20  # held-out error above which a warning says that the model is not to be used
 UNKNOWN_CACHED = "cached tokens not reported"
 AFTER_CALL_S = [0, 0.25, 0.5, 1, 2, 5, 10, 30, 60, np.inf]
 
@@ -220,13 +221,13 @@ class Design:
         return good, tied
 
     def forms(self, keep):
-        """Sets of terms that may be fitted to the cells in `keep`, never more than 0.6 of the number of cells."""
+        """Sets of terms that may be fitted to the cells in `keep`, at most 0.6 x (cells + 1) of them."""
         good, _ = self.identified(keep)
         base = [j for j in (CALL, OUTPUT, UNCACHED) if j in good]
         options = [j for j in (DECODE_ATTENTION, PREFILL_ATTENTION, CACHED) if j in good]
         if self.ends and UNCACHED in good and (self.terms is None or FLOOR in self.terms):
             options.append(FLOOR)
-        most = max(len(base), int(0.6 * np.count_nonzero(keep)))
+        most = max(len(base), int(0.6 * (np.count_nonzero(keep) + 1)))
         sets = (base + list(s) for r in range(len(options) + 1) for s in itertools.combinations(options, r))
         return [tuple(s) for s in sets if len(s) <= most]
 
@@ -353,7 +354,7 @@ def cell_names(calls, append=False):
     """Name of the cell of every call, from the plan's cell where there is one, else from the measured tokens."""
     names = []
     for c in calls.itertuples():
-        state = c.state or ("hit" if c.cached_tokens > c.prompt_tokens / 2 else "miss")
+        state = c.state if isinstance(c.state, str) else "hit" if c.cached_tokens > c.prompt_tokens / 2 else "miss"
         if append:
             cached = c.cell_cached if np.isfinite(c.cell_cached) else c.cached_tokens
             uncached = c.cell_uncached if np.isfinite(c.cell_uncached) else c.prompt_tokens - c.cached_tokens
@@ -713,6 +714,7 @@ def calibrate(samples_path, calls_path, idle_loaded=None, idle_bare=None, append
 
     samples = energylib.read_samples(samples_path)
     calls = read_calls(calls_path)
+    calls.loc[calls["state"].isin(["append", "fill"]) & (calls["unused"] == ""), "unused"] = "append cells validate, they are never fitted"
     calls["cell"] = cell_names(calls)
     check_calls(calls, calls_path, samples, check)
     low, high = floor_bracket(calls)
@@ -729,10 +731,10 @@ def calibrate(samples_path, calls_path, idle_loaded=None, idle_bare=None, append
                        ("append", append), ("append_samples", append_samples if append else None)):  # fmt: skip
         if path:
             params["inputs"][name] = {"path": str(path), "sha256": energylib.sha256(path)}
-    served = sorted({m for m in calls["model"] if m})
+    served = sorted({m for m in calls["model"] if isinstance(m, str)})
     params["hardware"] = hardware or hardware_name(samples.meta)
     params["model"] = model or (", ".join(served) if served else None)
-    params["transport"] = ", ".join(sorted({t for t in calls["transport"] if t})) or None
+    params["transport"] = ", ".join(sorted({t for t in calls["transport"] if isinstance(t, str)})) or None
     params["range"] = {
         name: [float(calls.loc[calls["unused"] == "", name].min()), float(calls.loc[calls["unused"] == "", name].max())]
         for name in ("prompt_tokens", "cached_tokens", "completion_tokens")
@@ -786,6 +788,10 @@ def calibrate(samples_path, calls_path, idle_loaded=None, idle_bare=None, append
             text = f"{name}: equal calls differ by {found['median']:.0%} (median over cells): something else ran on this machine"
             check("repeatability", "warning", text, quantity=name)
     for name, fit in [*params["energy"].items(), ("time", params["time"])]:
+        found = fit["held_out"]["leave_one_cell_out"].get("time" if name == "time" else "total")
+        if found and found["mape"] > UNRELIABLE:
+            text = f"{name}: held-out error {found['mape']:.0%}: this call model is no basis for estimates; calibrate on a quiet machine"
+            check("accuracy", "warning", text, quantity=name)
         for term in fit["not_identified"]:
             if term == "cached" and (calls["unused"] == UNKNOWN_CACHED).any():
                 fit["terms"][term]["note"] = "the server does not report cached tokens (vLLM: --enable-prompt-tokens-details)"
@@ -919,6 +925,9 @@ def check_domains(samples, calls, measured, quiet, idle, check):
                   "above-idle energies are relative to the former", domain=domain)  # fmt: skip
         if samples.source[domain] == "model":
             check("source", "note", f"{domain}: estimated from a stated power model, not measured", domain=domain)
+        if samples.source[domain] == "nvml-power":
+            text = f"{domain}: no energy counter; the power reading is an average over up to a second, which smears short calls"
+            check("source", "warning", text, domain=domain)
         if samples.source[domain] == "nvml":
             test = linearity(samples, domain, calls, loaded["between_calls_w"])
             if test is None:
@@ -929,13 +938,9 @@ def check_domains(samples, calls, measured, quiet, idle, check):
                 text += ": the counter samples power only part of the time, short calls are unsafe" if bad else " (1 +- 0.1 expected)"
                 check("linearity", "warning" if bad else "ok", text, domain=domain, **test)
     if not fitted:
-        raise DataError(f"{samples.path}: no call could be measured on any of {', '.join(samples.domains)}: "
-                        + "; ".join(c["text"] for c in checks_of(measured, good)))  # fmt: skip
+        reasons = "; ".join(f"{d}: {', '.join(sorted(set(m['why'][good]) - {''}))}" for d, m in measured.items())
+        raise DataError(f"{samples.path}: no call could be measured ({reasons}); leave at least three counter steps of quiet between calls")
     return fitted
-
-
-def checks_of(measured, good):
-    return [{"text": f"{d}: {'; '.join(sorted(set(m['why'][good]) - {''}))}"} for d, m in measured.items()]
 
 
 def fit_and_test(calls, rows, y, unit, floor_above, draws, rng, quantities, name):
@@ -1048,6 +1053,7 @@ def validate(params, path, samples_path, samples, others, out_dir, check):
     table[table["unused"] == ""].to_csv(out_dir / "append_energy.csv", index=False, lineterminator="\n", float_format="%.9g")
     params["validation"] = {"append": result}
     low, high = params["floor_bracket_uncached_tokens"]
+    floored = any((f["terms"].get("prefill_floor") or {}).get("value") for f in (params["time"], *params["energy"].values()))
     for name, error in result.items():
         if name == "n" or error is None:
             continue
@@ -1061,7 +1067,7 @@ def validate(params, path, samples_path, samples, others, out_dir, check):
             for size in sorted(set(u[good])):
                 r = where[name][good & (u == size)]
                 r = r[np.isfinite(r)]
-                inside = high is not None and low < size < high
+                inside = floored and high is not None and low < size < high
                 why = " (between hits and misses of the grid: whether the prefill floor applies is not known there)" if inside else ""
                 parts += [f"{size:g}: {r.mean():+.1%}{why}"] if len(r) else []
             text += ", ".join(parts)
@@ -1230,7 +1236,7 @@ def draw_residuals(plt, params, fit, table, group, word):
             ax.plot(table["prompt_tokens"][pick] * np.exp(0.25 * shift[pick]), 100 * relative[pick], ls="", ms=3, mew=0.5, color="black",
                     label=f"cache {name}", **look)  # fmt: skip
         ax.set(xscale="log", ylabel=f"{label}\nmodel / measured − 1 (%)")
-    axes[-1, 0].set_xlabel("prompt (tokens); side by side: output, short to long")
+    axes[-1, 0].set_xlabel("prompt (tokens); short outputs left")
     axes[0, 0].legend(loc="lower right", ncols=3, columnspacing=0.8, handletextpad=0.2, bbox_to_anchor=(1, 1))
     return figure
 

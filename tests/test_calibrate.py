@@ -193,7 +193,7 @@ def test_h200_params_are_strict_json_with_their_inputs(h200):
 
 def test_truth_is_recovered(tmp_path):
     truth = {**TRUTH, "time": {**TRUTH["time"], "prefill_floor": 0.08}}
-    params, _ = run(tmp_path, contexts=(1024, 4096, 8192, 16384, 30000), reps=4, truth=truth, draws=300)
+    params, _ = run(tmp_path, contexts=(1024, 4096, 8192, 16384, 30000), reps=4, truth=truth, draws=200)
     tolerance = {"output": 0.03, "uncached": 0.08, "decode_attention": 0.1, "prefill_attention": 0.08}
     for term, limit in tolerance.items():
         assert value(params, "gpu", term) == pytest.approx(TRUTH["gpu"][term], rel=limit), term
@@ -221,7 +221,7 @@ def test_truth_is_recovered_at_single_calls(tmp_path):
 
 
 def test_fit_uses_measured_tokens_not_planned_ones(tmp_path):
-    params, _ = run(tmp_path, tokens=lambda rng, c: int(c * rng.uniform(0.7, 1.3)), noise=0.002)
+    params, _ = run(tmp_path, reps=2, tokens=lambda rng, c: int(c * rng.uniform(0.7, 1.3)), noise=0.002)
     assert value(params, "gpu", "output") == pytest.approx(TRUTH["gpu"]["output"], rel=0.02)
     assert value(params, "gpu", "uncached") == pytest.approx(TRUTH["gpu"]["uncached"], rel=0.05)
 
@@ -253,7 +253,7 @@ def test_what_is_not_identified_is_said_and_the_rest_fitted(tmp_path, settings, 
     assert words in texts(params)
     for r in rows_of(out / "calls_energy.csv"):
         if r["unused"] == "":
-            assert float(r["est_gpu_above_idle_j"]) == pytest.approx(float(r["gpu_above_idle_j"]), rel=0.1)
+            assert float(r["est_gpu_above_idle_j"]) == pytest.approx(float(r["gpu_above_idle_j"]), rel=0.2)
     assert "not identified" in "\n".join(calibrate.summary(params, out))
 
 
@@ -281,6 +281,7 @@ def test_few_noisy_cells_get_few_terms_and_honest_errors(tmp_path):
 def test_loud_machine_is_told(tmp_path):
     params, _ = run(tmp_path, contexts=(256, 1024), outputs=(16, 64), noise=0.4, seed=3)
     assert "something else ran on this machine" in texts(params, "warning")
+    assert "no basis for estimates" in texts(params, "warning")
 
 
 # ---- idle ----
@@ -387,7 +388,7 @@ APPEND = [(4096, 64, 64), (4096, 1024, 64), (8192, 256, 256), (8192, 2048, 64), 
 
 
 def test_append_cells_validate_and_are_never_fitted(tmp_path):
-    made = make_run(tmp_path, append=APPEND)
+    made = make_run(tmp_path, contexts=(1024, 4096, 16384), outputs=(64, 256), append=APPEND)
     with_append = calibrate.calibrate(**made.paths, out_dir=tmp_path / "a", draws=0, figures=False)
     del made.paths["append"]
     without = calibrate.calibrate(**made.paths, out_dir=tmp_path / "b", draws=0, figures=False)
@@ -402,12 +403,21 @@ def test_append_cells_validate_and_are_never_fitted(tmp_path):
 
 def test_append_cells_outside_the_model_say_where_and_why(tmp_path):
     truth = {**TRUTH, "time": {**TRUTH["time"], "prefill_floor": 0.2}}  # truth: above 512 uncached tokens; the grid knows 16 and 1024
-    made = make_run(tmp_path, truth=truth, append=APPEND)
+    made = make_run(tmp_path, contexts=(1024, 4096, 16384), outputs=(64, 256), truth=truth, append=APPEND)
     params = calibrate.calibrate(**made.paths, out_dir=tmp_path / "out", draws=0, figures=False, floor_above=32)
     text = next(c["text"] for c in params["checks"] if c["check"] == "append" and c["quantity"] == "time_s")
     assert "By uncached tokens: 64: +" in text and "whether the prefill floor applies is not known there" in text
     params = calibrate.calibrate(**made.paths, out_dir=tmp_path / "out", draws=0, figures=False, floor_above=512)
     assert params["validation"]["append"]["time_s"]["mape"] < 0.05
+
+
+def test_append_cells_in_the_grid_s_file_are_not_fitted(tmp_path):
+    made = make_run(tmp_path, contexts=(1024, 4096, 16384), outputs=(64, 256), append=APPEND)
+    both = made.paths["calls_path"].read_text() + made.paths.pop("append").read_text()
+    made.paths["calls_path"].write_text(both)
+    params = calibrate.calibrate(**made.paths, out_dir=tmp_path / "out", draws=0, figures=False)
+    assert params["time"]["n"] == len(made.calls)
+    assert f"{len(APPEND)} calls are not fitted: append cells" in texts(params, "note")
 
 
 # ---- the program ----
