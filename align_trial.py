@@ -1253,7 +1253,7 @@ def open_samples(folder, flags):
     try:
         samples = energylib.read_samples(path)
     except Exception as e:  # whatever is wrong with the file, the row still has times, tokens and outcome
-        print(f"{path}: {e}", file=sys.stderr)
+        print(f"align_trial: {e}", file=sys.stderr)
         flags.add("samples_unreadable")
         return None
     if not samples.domains or len(samples.t) < 2:
