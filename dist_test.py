@@ -38,8 +38,8 @@ REPEATS = 5  # timed copies and all-reduces after one that warms up
 REMEDIES = {
     "nccl": [
         ({"NCCL_P2P_DISABLE": "1"},
-         "peer-to-peer transfers do not work here (often PCIe ACS or the IOMMU, or a virtual machine): set NCCL_P2P_DISABLE=1 and start vLLM "
-         "with --disable-custom-all-reduce"),
+         "peer-to-peer transfers do not work here (often PCIe ACS or the IOMMU, or a virtual machine): set NCCL_P2P_DISABLE=1 and start "
+         "vLLM with --disable-custom-all-reduce"),
         ({"NCCL_SHM_DISABLE": "1"},
          "shared memory does not work here: enlarge /dev/shm (docker run --ipc=host or --shm-size=8g), or set NCCL_SHM_DISABLE=1"),
         ({"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"},
@@ -341,8 +341,9 @@ def check(a):
     else:
         gpus = a.gpus or list(range(a.world_size))
         if len(found["gpus"]) <= max(gpus):
-            print(f"dist_test: torch {found['torch']} sees {len(found['gpus'])} GPUs, expected GPU {', '.join(map(str, gpus))} (CUDA_VISIBLE_DEVICES="
-                  f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}); --backend gloo checks without GPUs", file=sys.stderr)
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+            print(f"dist_test: torch {found['torch']} sees {len(found['gpus'])} GPUs, expected GPU {', '.join(map(str, gpus))} "
+                  f"(CUDA_VISIBLE_DEVICES={visible}); --backend gloo checks without GPUs", file=sys.stderr)
             return 2
         if found["nccl"] is None:
             print(f"dist_test: torch {found['torch']} was built without NCCL", file=sys.stderr)
@@ -383,8 +384,8 @@ def check_collective(a, gpus):
     advice = complain("all-reduce", runs)
     if len(a.ranks) < a.world_size:
         missing = [r for r in range(a.world_size) if r not in a.ranks]
-        print(f"  rank {', '.join(map(str, missing))} of {a.world_size} is started elsewhere (--ranks): does it run, with the same --master-addr, "
-              f"--master-port and --world-size?")
+        print(f"  rank {', '.join(map(str, missing))} of {a.world_size} is started elsewhere (--ranks): does it run, with the same "
+              "--master-addr, --master-port and --world-size?")
     elif a.remedies:
         for env, meaning in REMEDIES[a.backend]:
             said = " ".join(f"{k}={v}" for k, v in env.items())

@@ -20,7 +20,7 @@ the `reason`, for those that must not be fitted: failed checks, warm-ups, fills.
 (OUT.plan.json beside the output), also after a kill; another plan needs another --out.
 
 Server kinds: `vllm` and `llamacpp` can do everything. `openai` (any other OpenAI-compatible server) has no cache reset: misses rely on
-the random start, and the template's own few tokens may be cached; no token ids, so chat only; prompts are counted by two short requests
+the random start, and the template's own few tokens may be cached; no token ids, so chat only; prompts are counted through short requests
 and checked on every call; output lengths are exact only if the server generates until max_tokens. A server that does not report cached
 tokens gives records with cached_tokens null and `verified` false. --no-reset does the same on servers whose reset does not reach every
 tier of the cache. A key for the server is taken from OPENAI_API_KEY.
@@ -182,17 +182,20 @@ def open_plan(out, plan):
 # ---- prompts ----
 
 
-def usable_words(adapter):
-    """(words, ids) that are one token each after a space; ids is None on servers without a tokenizer. Raises BenchError below 64 words."""
-    if not adapter.can_tokenize:
-        return WORDS, None
-    ids = adapter.tokenize("".join(f" {w}" for w in WORDS))
-    if len(ids) == len(WORDS):
-        return WORDS, ids
-    single = [(w, t[0]) for w, t in ((w, adapter.tokenize(f" {w}")) for w in WORDS) if len(t) == 1]
-    if len(single) < 64:
-        raise BenchError(f"only {len(single)} of {len(WORDS)} English words are one token for this model, 64 are needed for exact prompts")
-    return [w for w, _ in single], [i for _, i in single]
+def single_token_words(words, tokens_in):
+    """Those of `words` that are one token after a space, by halving; tokens_in(words) counts a list. Takes two counts if all of them are."""
+    if not words or tokens_in(words) == len(words):
+        return words
+    half = len(words) // 2
+    return [] if half == 0 else single_token_words(words[:half], tokens_in) + single_token_words(words[half:], tokens_in)
+
+
+def usable_words(tokens_in):
+    """Words to build prompts from. Raises BenchError below 64 of them: different starts and exact lengths need a choice."""
+    words = single_token_words(WORDS, tokens_in)
+    if len(words) < 64:
+        raise BenchError(f"only {len(words)} of {len(WORDS)} English words are one token for this model, 64 are needed for exact prompts")
+    return words
 
 
 def random_text(rng, words, salt, n):
@@ -351,10 +354,18 @@ class Bench:
         self.path = "/v1/chat/completions" if a.transport == "chat" else "/v1/completions"
         self.block = a.cache_block or adapter.cache_block
         self.reports_cached = None  # unknown until the first hit
-        self.words, self.ids = usable_words(adapter)
-        if a.transport == "completions" and self.ids is None:
+        self.ids = self.template = None
+        if adapter.can_tokenize:
+            self.words = usable_words(lambda words: len(adapter.tokenize("".join(f" {w}" for w in words))))
+            self.ids = adapter.tokenize("".join(f" {w}" for w in self.words))
+        elif a.transport == "completions":
             raise PlanError(f"--transport completions needs token ids, and a server of kind '{adapter.kind}' has no tokenizer: use chat")
-        self.template = None if adapter.can_tokenize or a.transport == "completions" else self.learn_template()
+        elif a.append:
+            raise PlanError(f"append cells need a tokenizer, which a server of kind '{adapter.kind}' does not offer")
+        else:
+            one_word = self.asked_tokens(["time"])
+            self.words = usable_words(lambda words: self.asked_tokens(["time", *words]) - one_word)
+            self.template = one_word - 1
         # Without a reset the template's own tokens, which every prompt starts with, may be cached.
         if self.reset:
             self.miss_allowed = 0
@@ -365,26 +376,18 @@ class Bench:
     def salt(self, source):
         return random.Random(f"{self.run} {self.seq}").choices(source, k=SALT_WORDS)
 
-    def learn_template(self):
-        """Tokens of the template on a server without a tokenizer, from the usage of two short requests of different length."""
-        got = []
-        for n in (16, 48):
-            text = " ".join(random.Random(f"{self.run} {n}").choices(self.words, k=n))
-            body = {"model": self.served, "messages": [{"role": "user", "content": text}], "max_tokens": 1}
-            rec = send(self.url, self.path, body, f"microbench-{self.run}", self.a.timeout_s)
-            if rec["error"] or rec["prompt_tokens"] is None:
-                raise BenchError(f"a short chat gave no usage.prompt_tokens: {rec['error'] or 'usage is missing'}")
-            got.append(rec["prompt_tokens"] - n)
-        if got[0] != got[1]:
-            raise BenchError(f"32 more words took {32 + got[1] - got[0]} more tokens: words are not one token each here, so exact "
-                             "lengths need a server with a tokenizer")
-        return got[0]
+    def asked_tokens(self, words):
+        """Prompt tokens of a chat as its usage tells: on servers without a tokenizer short requests stand in for one."""
+        body = {"model": self.served, "messages": [{"role": "user", "content": " ".join(words)}], "max_tokens": 1}
+        rec = send(self.url, self.path, body, f"microbench-{self.run}", self.a.timeout_s)
+        if rec["error"] or rec["prompt_tokens"] is None:
+            raise BenchError(f"a short chat gave no usage.prompt_tokens: {rec['error'] or 'usage is missing'}")
+        return rec["prompt_tokens"]
 
     def count(self, messages):
+        """Prompt tokens of a chat."""
         if self.template is None:
             return self.adapter.chat_tokens(messages)
-        if len(messages) > 1:
-            raise PlanError(f"append cells need a tokenizer, which a server of kind '{self.adapter.kind}' does not offer")
         return self.template + len(messages[0]["content"].split())
 
     def body(self, prompt, output):
@@ -487,7 +490,7 @@ class Bench:
         try:
             adapters.get(self.adapter.kind, self.url).wait_ready(10)
         except adapters.ServerError as e:
-            raise BenchError(f"{e}; the calls so far are on record, the same command goes on") from e
+            raise BenchError(str(e)) from e
 
     def warm_up(self, shapes):
         """Send each shape once, miss and hit: kernels are compiled at their first use. Learns whether cached tokens are reported and stops
@@ -759,13 +762,14 @@ def parser():
     return p
 
 
-def main():
-    a = parser().parse_args()
+def main(argv=None):
+    p = parser()
+    a = p.parse_args(argv)
     for name in ("base_url", "proxy_url"):
         url = getattr(a, name)
         if url is not None:
             if not urllib.parse.urlsplit(url).hostname or not url.startswith(("http://", "https://")):
-                sys.exit(f"microbench: --{name.replace('_', '-')} '{url}': expected an address such as http://127.0.0.1:8000")
+                p.error(f"--{name.replace('_', '-')} '{url}': expected an address such as http://127.0.0.1:8000")
             setattr(a, name, url.rstrip("/").removesuffix("/v1"))
 
     def interrupted(*_):
@@ -781,6 +785,8 @@ def main():
         code = 2
     except (BenchError, ServerError, OSError) as e:
         say(e)
+        if a.out.exists() and a.out.stat().st_size:
+            say(f"what was finished is in {a.out}, the same command goes on")
         code = 1
     except KeyboardInterrupt:
         say(f"interrupted; what was finished is in {a.out}, the same command goes on")
