@@ -396,7 +396,7 @@ def descendants(text):
     found = []
     for p in Path("/proc").glob("[0-9]*"):
         try:
-            if text in (p / "cmdline").read_bytes().decode(errors="replace") and int(p.name) != os.getpid():
+            if text in (p / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace") and int(p.name) != os.getpid():
                 found.append(int(p.name))
         except OSError:
             pass
