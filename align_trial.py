@@ -457,9 +457,10 @@ def align_clock(t0, typed, ends, model, latest=None):
     guess = max(lo, min(0.5, hi))
     if not len(typed) or not len(ends):
         return guess, None, 0
-    d = (ends[:, None] - (t0 + typed)[None, :]).ravel()
-    first = ends[0] - (t0 + typed[0]) - 0.005
-    d = np.unique(np.round(d[(d >= max(lo, first)) & (d <= hi)], 4))
+    lo = max(lo, ends[0] - (t0 + typed[0]) - 0.005)
+    near = zip(ends, np.searchsorted(t0 + typed, ends - hi), np.searchsorted(t0 + typed, ends - lo, side="right"), strict=True)
+    d = np.unique(np.round(np.concatenate([end - t0 - typed[i:j] for end, i, j in near]), 3))
+    d = d[(d >= lo - 0.001) & (d <= hi + 0.001)]  # a millisecond is finer than any of this: at most 1,550 places to try
     if not len(d):
         return guess, None, 0
     best = None
@@ -1032,11 +1033,12 @@ def align_energy(folder, trial, row, flags, seen, calibration, trace_dir, timeli
     view = energy_into(row, flags, seen, samples, calibration, pieces) if samples else None
     estimates(row, flags, calibration, own, pieces, view)
     if view and (trace_dir or timeline_dir):
+        name = str(row["trajectory"]).replace("/", "_")
         view |= {"row": row, "seen": seen, "commands": commands, "pieces": pieces, "samples": samples}
         if trace_dir:
-            write_trace(Path(trace_dir) / f"{row['trajectory']}.json", view)
+            write_trace(Path(trace_dir) / f"{name}.json", view)
         if timeline_dir and t0 is not None:
-            write_timeline(Path(timeline_dir) / f"{row['trajectory']}.png", view)
+            write_timeline(Path(timeline_dir) / f"{name}.png", view)
 
 
 def cut_time(seen, model, busy):
@@ -1571,6 +1573,9 @@ def main(argv=None):
     args = p.parse_args(argv)
     if args.jobs < 1:
         p.error(f"--jobs {args.jobs}: expected 1 or more")
+    if not os.access(next((d for d in Path(args.out).resolve().parents if d.exists()), "/"), os.W_OK) or Path(args.out).is_dir():
+        print(f"align_trial: --out {args.out}: cannot be written, expected a path for a CSV file in a folder of yours", file=sys.stderr)
+        return 2
     calibration, notes = None, ()
     try:
         calibration = load_calibration(args.calib)
@@ -1604,12 +1609,20 @@ def main(argv=None):
             file=sys.stderr,
         )
         return 2
+    from concurrent.futures.process import BrokenProcessPool
+
     try:
         rows = align_all(folders, calibration, notes, args.jobs, args.trace, args.timeline, show_progress())
+        write_table(args.out, rows)
     except KeyboardInterrupt:
         print(f"align_trial: interrupted, {args.out} was not written", file=sys.stderr)
         return 130
-    write_table(args.out, rows)
+    except BrokenProcessPool:
+        print(f"align_trial: a worker process was killed (out of memory?), {args.out} was not written; try --jobs 1", file=sys.stderr)
+        return 1
+    except OSError as e:
+        print(f"align_trial: {args.out}: {e.strerror or e}; nothing was written there", file=sys.stderr)
+        return 1
     outcomes = {k: sum(r["outcome"] == k for r in rows) for k in ("success", "fail", "unscored")}
     print(f"{args.out}: {len(rows)} trajectories, " + ", ".join(f"{n} {k}" for k, n in outcomes.items()))
     return 1 if any("alignment_failed" in r["flags"].split(";") for r in rows) else 0

@@ -629,6 +629,22 @@ def test_command_energy_is_that_of_the_commands(trial, tmp_path):
     assert row["cpu_model_j"] == pytest.approx(CPU_IDLE * row["model_s"], rel=0.02)
 
 
+def test_inference_and_commands_on_the_same_cpu(trial):
+    """No GPU: calls and commands draw the same power, waiting draws less; no part takes what is another's."""
+    folder = trial("shell", samples=False)
+    row = at.align(folder)
+    calls = [(c["t_start"], c["t_end"]) for c in read_log(folder)]
+    spans, _ = at.busy_spans(at.read_cast(attempt_dir(folder) / "agent" / "recording.cast")["events"])
+    zero = at.read_cast(attempt_dir(folder) / "agent" / "recording.cast")["t0"] + row["recording_offset_s"]
+    info = edit_trial(folder)
+    busy = calls + [(zero + s["start"], zero + s["end"]) for s in spans[1:]]
+    write_samples(folder, info["t_begin"], info["t_end"], [], busy, gpus=0)
+    row = at.align(folder)
+    assert row["cpu_model_j"] == pytest.approx(CPU_COMMAND * row["model_s"], rel=0.01)
+    assert row["cpu_command_j"] == pytest.approx(CPU_COMMAND * row["command_s"], rel=0.01)
+    assert row["cpu_waiting_j"] == pytest.approx(CPU_IDLE * row["waiting_s"], rel=0.03)
+
+
 def test_several_gpus_are_summed(trial, tmp_path):
     one, two = trial("plain"), trial("plain", gpus=2)
     assert at.align(two)["gpu_total_j"] == pytest.approx(2 * at.align(one)["gpu_total_j"], rel=0.001)
@@ -1023,6 +1039,8 @@ def test_bad_arguments_are_one_line_and_exit_code_2(trial, tmp_path, capsys):
     for dirs in ([str(folder)], [str(tmp_path / "nowhere")]):
         assert at.main([*dirs, "--out", str(tmp_path / "t.csv")]) == 2
         assert len(capsys.readouterr().err.strip().splitlines()) <= 2
+    assert at.main([str(HARBOR / "plain"), "--out", str(tmp_path)]) == 2
+    assert "--out" in capsys.readouterr().err
     with pytest.raises(SystemExit) as e:
         at.main([str(folder), "--out", "x", "--jobs", "0"])
     assert e.value.code == 2
