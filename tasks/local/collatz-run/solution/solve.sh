@@ -1,2 +1,2 @@
 #!/bin/bash
-python3 /app/collatz.py 1800000 | sed -n 's/^result: //p' >/app/answer.txt
+python3 /app/collatz.py 1000000 | sed -n 's/^result: //p' >/app/answer.txt
