@@ -43,7 +43,10 @@ read -r SERVED CONTEXT <<<"$model"
 	--schema "$RESPONSE_SCHEMA" >&2 || exit 2
 mkdir -p "$DIR/logs"
 
-adapter reset || die "the prefix cache could not be cleared, so this trial would not start cold"
+if ! adapter reset; then
+	[[ $SERVER_KIND == openai ]] || die "the prefix cache could not be cleared, so this trial would not start cold"
+	warn "a server of this kind has no cache reset: $NAME may start with cached prompts, which its cached_tokens show"
+fi
 proxy_args=(--trial "$NAME")
 [[ -z $RECORDING ]] || proxy_args+=(--replay "$RECORDING")
 start_proxy "$DIR/calls.jsonl" "$DIR/logs/proxy.log" "${proxy_args[@]}"
