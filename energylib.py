@@ -189,8 +189,9 @@ def _parse_column(path, raw, words, starts, ends, name, line):
         ok &= good
     if decimals:
         fraction, good = _digits(words[ends - 8], min(decimals, 8))
-        value = (value * 10.0**decimals + fraction) / 10.0**decimals  # below 2^53: rounded once, as float() does
-        ok &= good
+        value = value * 10.0**decimals + fraction
+        ok &= good & (value < 2**53)  # then it is an integer, and the division rounds once, as float() does
+        value = value / 10.0**decimals
     if len(value) < len(ends):
         value = np.full(len(ends), value[0])
     if not ok.all():

@@ -83,7 +83,7 @@ class Tracker:
     """
 
     PROBE_S = 0.0036  # two reads of this length still bracket a step to +-5 ms
-    WIDTH_S = 0.0096  # with longer reads the stated interval may be this wide, or 2 ms more than a read
+    WIDTH_S = 0.0092  # with longer reads the stated interval may be this wide, or 2 ms more than a read
     BURST, RATE = 55, 29.0  # reads: a reserve for finding the period, then at most so many per second
     AIM_S = 0.00025  # so much after the expected flip a single read is begun
     NEAREST_S = 0.0004  # shortest distance kept from the expected flip
@@ -164,14 +164,14 @@ class Tracker:
                         pause = 0.05
             except ReadFailed:
                 self.last = None
-                self.sleep_until(self.now() + pause)  # a lost GPU is not asked thirty times a second
-                pause = min(1.0, pause * 2)
+                self.sleep_until(self.now() + pause)
+                pause = min(0.25, pause * 2)
 
     def _acquire(self):
         """Poll until the period is known. True: locked (period, flip). False: not yet (the caller calls again)."""
         flips = []  # (begin of the last read that saw the old value, begin and end of the first that saw the new)
         old = self._read()
-        seen, fast = 1, False
+        seen, changes, fast = 1, 0, False
         while not self.stopped():
             # close together at first: a counter that steps twice in the first 12 reads is a fast one
             spacing = max(0.004 if seen < 12 or fast else 0.007, self._latency())
@@ -182,13 +182,14 @@ class Tracker:
             seen += 1
             if new[2] != old[2]:
                 flips.append((old[0], new[0], new[1]))
+                changes += 1
                 self._found(new[2], old[0], new[1])
                 self.between()
             old = new
             fast |= seen == 12 and len(flips) >= 2
-            if seen >= 24 and len(flips) > 0.85 * seen:
+            if seen >= 24 and changes > 0.85 * seen:
                 return self._fast()
-            if len(flips) >= (7 if fast else 4) and self._fit(flips):
+            if seen >= 24 and len(flips) >= (7 if fast else 4) and self._fit(flips):
                 return True
             if len(flips) >= 16:
                 flips = flips[-8:]
@@ -244,8 +245,8 @@ class Tracker:
         self.period += side * r * pt / v
         self.cov = [pp - shrink * pp * pp, pt - shrink * pp * pt, tt - shrink * pt * pt]
         lowest, highest = self.NOISE_S
-        self.astray += 0.1 * ((u < -2) - self.astray)
-        if u < -1:  # a surprise: one answer in six or less
+        self._surprised(u < -2)
+        if u < -1:  # one answer in six or less
             self.noise = min(highest, self.noise * 1.2)
         elif 1 < u < 2.5:
             self.noise = max(lowest, self.noise * 0.98)
@@ -263,6 +264,10 @@ class Tracker:
             self._found(value, t0, t1)
             self.between()
         return False
+
+    def _surprised(self, yes):
+        """Remember how often the step was not where it should have been."""
+        self.astray += 0.1 * (yes - self.astray)
 
     def _follow(self):
         """Locate the next step. False when the counter was lost."""
@@ -299,6 +304,7 @@ class Tracker:
             self._saw(a, False)
             self._saw(b, True)
             self._found(b[2], a[0], b[1])
+            self._surprised(False)
             return True
         late = self._later(b, flip + 0.45 * self.period, reach)
         if late is not None:
@@ -306,6 +312,7 @@ class Tracker:
             self._saw(old, False)
             self._saw(new, True)
             self._found(new[2], old[0], new[1])
+            self._surprised(True)
             return old[0] - flip < 0.25 * self.period
         if known is None:  # unchanged on both sides and for half a period on: the step came before the first read
             return self._early(a, flip - 3 * reach, flip)
@@ -314,6 +321,7 @@ class Tracker:
     def _early(self, a, since, flip):
         """The value had changed already when read `a` began."""
         self._saw(a, True)
+        self._surprised(True)
         self._found(a[2], min(since, a[0] - self.NEAREST_S), a[1])
         return flip - a[0] < 0.25 * self.period
 
@@ -343,7 +351,7 @@ class Tracker:
         self._wait(flip + (self.AIM_S if self.turn else -1.4 * sd))
         x = self._read()
         margin = max(0.0017, 3.0 * math.sqrt(self.cov[0]), self.WIDTH_S - latency - self.AIM_S)
-        wide = max(margin, 3.2 * sd)
+        wide = max(margin, min(3.2 * sd, 0.0034))
         if latency + 4 * self.noise > self.period or latency > 0.45 * self.period:  # reads so long and so unsteady that they may see the neighbouring step
             margin = wide = max(wide, self.period / 2)
         if x[2] != old[2]:

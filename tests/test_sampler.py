@@ -1,0 +1,512 @@
+"""Facts about sampler.py: the real binding on a fake NVML, a fake powercap tree, simulated counters, this machine's own clock."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from fakes.counters import RecordedCounter, SteppingCounter, VirtualClock, latency_like_h200
+from fakes.powercap import RANGE_UJ, Powercap
+
+import sampler
+from energylib import read_samples
+from sampler import Rapl, Tracker
+
+needs_cc = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler for the fake NVML")
+
+
+@pytest.fixture(scope="session")
+def nvml_dir(repo, tmp_path_factory):
+    """Folder with the fake libnvidia-ml.so.1."""
+    folder = tmp_path_factory.mktemp("nvml")
+    source = repo / "tests/fakes/nvml.c"
+    subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", folder / "libnvidia-ml.so.1", source, "-lpthread"], check=True)
+    return folder
+
+
+@pytest.fixture
+def run(repo, tmp_path):
+    """run(args, nvml=settings, ...) -> (exit code, stderr, path of the CSV); the sampler in a process of its own."""
+
+    def start(*args, nvml_dir=None, nvml=None, name="samples", **env):
+        env = {k: v for k, v in {**os.environ, **env}.items() if v is not None}
+        env.pop("CUDA_VISIBLE_DEVICES", None) if "CUDA_VISIBLE_DEVICES" not in env else None
+        if nvml_dir:
+            env |= {"LD_LIBRARY_PATH": str(nvml_dir), "FAKE_NVML": nvml or "gpus=1"}
+        command = [sys.executable, repo / "sampler.py", "-o", tmp_path / f"{name}.csv", *map(str, args)]
+        return subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True), tmp_path / f"{name}.csv"
+
+    def finish(*args, **kw):
+        process, path = start(*args, **kw)
+        _, err = process.communicate(timeout=60)
+        return process.returncode, err, path
+
+    finish.start = start
+    return finish
+
+
+def wait_for_row(path, process):
+    for _ in range(1000):
+        if path.exists() and path.read_bytes().count(b"\n") >= 2:
+            return
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.01)
+    raise AssertionError("no data row within 10 s")
+
+
+def footer(path):
+    return json.loads(path.with_suffix(".meta.json").read_text())["footer"]
+
+
+def gpu_truth(samples, gpu, power_w=125.0):
+    """(estimated minus true step time, half-width) per row; the fake's values say when they appeared."""
+    edge = samples.mono - (samples.t - samples.columns[f"gpu{gpu}_edge"])
+    true = samples.columns[f"gpu{gpu}_mj"] / (power_w * 1e3)
+    return edge - true, samples.columns[f"gpu{gpu}_edge_err"]
+
+
+# --- step tracking in simulated time --------------------------------------------------------------------------------------------
+
+
+def track(counter, latency, duration_s, where=None, seed=1, read=None, tick_s=0.1):
+    """Run a tracker in virtual time -> (tracker, steps found as rows value, edge, half, read at)."""
+    clock, found = VirtualClock(counter, latency, seed, where), []
+    tracker = Tracker(read or clock.read, clock.now, clock.sleep_until, lambda *step: found.append(step), tick_s, lambda: clock.t >= duration_s)
+    tracker.run()
+    return tracker, found
+
+
+def score(counter, tracker, found, duration_s):
+    """(median half-width, limit, share of steps inside the interval, reads per second, steps per second)"""
+    halves = [half for _, _, half, _ in found]
+    inside = np.mean([abs(counter.true_edge(value) - edge) <= half + 1e-9 for value, edge, half, _ in found])
+    limit = max(0.005, np.median(tracker.latency) / 2 + 0.001)
+    return np.median(halves), limit, inside, tracker.reads / duration_s, len(found) / duration_s
+
+
+@pytest.mark.parametrize("latency_s", [0.0001, 0.001, 0.003, 0.004, 0.006])
+@pytest.mark.parametrize("drift", [0.0, 0.01, -0.01])
+@pytest.mark.parametrize("period_s", [0.05, 0.1])
+def test_steps_are_located_to_milliseconds_with_few_reads(period_s, drift, latency_s):
+    for seed, where in ((1, None), (2, 0.5), (3, 1.0), (4, 0.0)):
+        counter = SteppingCounter(seed, period_s, drift=drift, duration_s=40)
+        half, limit, inside, reads, steps = score(counter, *track(counter, latency_like_h200(latency_s), 40, where, seed), 40)
+        assert half <= limit * 1.03 and inside >= 0.985 and reads <= 30 and steps > 9
+
+
+@pytest.mark.parametrize("latency_s", [0.0001, 0.001, 0.003])
+def test_a_counter_that_steps_every_20_ms_is_followed_at_every_fifth_step(latency_s):
+    counter = SteppingCounter(5, 0.02, duration_s=40)
+    half, limit, inside, reads, steps = score(counter, *track(counter, latency_like_h200(latency_s), 40, 0.5), 40)
+    assert half <= limit and inside >= 0.99 and reads <= 30 and steps > 9
+
+
+@pytest.mark.parametrize("latency_s", [0.008, 0.012])
+def test_long_reads_are_located_to_half_their_length(latency_s):
+    counter = SteppingCounter(6, duration_s=40)
+    half, limit, inside, reads, _ = score(counter, *track(counter, lambda rng: latency_s, 40, 0.5), 40)
+    assert half <= limit + 0.0002 and inside >= 0.99 and reads <= 30
+
+
+def test_the_recorded_h200_counter_is_followed(repo):
+    counter = RecordedCounter(repo / "tests/data/h200_qwen3_30b_a3b/nvml_poll.csv.gz")
+    tracker, found = track(counter, latency_like_h200(0.003), 300)
+    half, limit, inside, reads, steps = score(counter, tracker, found, 300)
+    assert half <= limit and inside >= 0.99 and reads <= 30 and steps > 9.9
+    assert tracker.period == pytest.approx(0.1, abs=0.0005) and tracker.locks == 1
+
+
+def test_s22_the_period_is_learned(repo):
+    for period in (0.02, 0.05, 0.1, 0.25):
+        counter = SteppingCounter(3, period, duration_s=20)
+        assert track(counter, latency_like_h200(0.001), 20)[0].period == pytest.approx(period, rel=0.02)
+
+
+def test_a_lost_counter_is_found_again():
+    counter = SteppingCounter(2, duration_s=60)
+    first, second = SteppingCounter(2, duration_s=60), SteppingCounter(8, 0.08, duration_s=60, start_mj=80_000_000)
+    split = counter.values.index(next(v for v, e in zip(first.values, first.edges, strict=True) if e > 30))
+    later = [(e, v) for e, v in zip(second.edges, second.values, strict=True) if e > 30.2]
+    counter.edges, counter.values = first.edges[:split] + [e for e, _ in later], first.values[:split] + [v for _, v in later]
+    tracker, found = track(counter, latency_like_h200(0.003), 60)
+    tail = [abs(counter.true_edge(v) - e) <= h for v, e, h, at in found if at > 32]
+    assert tracker.period == pytest.approx(0.08, rel=0.01) and np.mean(tail) > 0.98 and len(tail) > 9 * 28
+
+
+def test_errors_are_retried_and_counted():
+    counter = SteppingCounter(4, duration_s=30)
+    clock, found, calls = VirtualClock(counter, latency_like_h200(0.001), 1), [], [0]
+
+    def flaky():
+        calls[0] += 1
+        value = clock.read()
+        if calls[0] % 17 == 0 or 300 < calls[0] < 340:
+            raise OSError("GPU is busy")
+        return value
+
+    tracker = Tracker(flaky, clock.now, clock.sleep_until, lambda *step: found.append(step), 0.1, lambda: clock.t >= 30)
+    tracker.run()
+    assert tracker.errors > 30 and tracker.failures >= 1 and len(found) > 8 * 25
+    assert np.mean([abs(counter.true_edge(v) - e) <= h for v, e, h, _ in found]) > 0.98
+
+
+def test_a_counter_without_steps_is_asked_less_often():
+    class Still:
+        edges, values = [-1.0], [5]
+
+        def at(self, t):
+            return 5
+
+    tracker, found = track(Still(), latency_like_h200(0.001), 60)
+    assert not found and tracker.reads / 60 < 31
+
+
+def test_a_counter_that_changes_with_every_read_is_read_once_a_tick():
+    class Smooth:
+        def at(self, t):
+            return int(1e9 * t)
+
+    tracker, found = track(Smooth(), latency_like_h200(0.002), 20)
+    assert 9 < len(found) / 20 < 13 and tracker.period is None
+    assert np.median([half for _, _, half, _ in found]) < 0.002
+
+
+# --- the real binding on a fake NVML --------------------------------------------------------------------------------------------
+
+
+@needs_cc
+def test_a_gpu_is_sampled_through_the_real_binding(run, nvml_dir):
+    code, err, path = run("--duration", 4, nvml_dir=nvml_dir, nvml="gpus=1,latency_us=3000,long_us=12000")
+    assert code == 0, err
+    samples = read_samples(path)
+    error, half = gpu_truth(samples, 0)
+    assert np.mean(np.abs(error) <= half) > 0.95 and np.median(half) < 0.0075
+    e = samples.energy(samples.t_begin + 0.5, samples.t_end - 0.5)
+    assert e.joules["gpu0"][0] == pytest.approx(125 * (samples.t_end - samples.t_begin - 1), rel=0.02)
+    assert samples.source["gpu0"] == "nvml" and e.method["gpu0"] == "edges"
+    meta = samples.meta
+    gpu, counter = meta["gpus"][0], meta["counters"]["gpu0_mj"]
+    assert gpu["uuid"].startswith("GPU-af7b61d0") and gpu["pci"] == "00000000:18:00.0" and gpu["ecc"] == 1 and gpu["mig"] == 0
+    assert gpu["application_clocks_mhz"] == {"sm": 1980, "memory": 3201} and gpu["power_limit_w"] == 700 and gpu["persistence_mode"] == 1
+    assert counter["scope"] == "gpu" and counter["update_period_s"] == pytest.approx(0.1, abs=0.003)
+    foot = meta["footer"]
+    assert foot["gpus"]["gpu0"]["reads_per_s"] < 32 and foot["achieved_hz"] == pytest.approx(10, abs=0.3) and foot["ended"] == "duration"
+    state = path.with_name("state.csv").read_text().splitlines()
+    assert state[0] == "t,mono,gpu0_temp_c,gpu0_sm_mhz,gpu0_mem_mhz,gpu0_throttle_reasons,gpu0_util_pct,cpu_util_pct"
+    assert state[1].split(",")[2:7] == ["41", "1980", "3201", "4", "97"] and 3 <= len(state) <= 6
+
+
+@needs_cc
+def test_eight_gpus_with_slow_reads_do_not_delay_each_other(run, nvml_dir):
+    code, err, path = run("--duration", 4, nvml_dir=nvml_dir, nvml="gpus=8,latency_us=4000")
+    samples = read_samples(path)
+    assert code == 0 and len(samples.domains) == 8
+    for gpu in range(8):
+        error, half = gpu_truth(samples, gpu)
+        assert np.mean(np.abs(error) <= half) > 0.9 and len(samples.steps(f"gpu{gpu}").t) > 35
+    assert footer(path)["largest_gap_s"] < 0.5
+
+
+@needs_cc
+def test_s12_power_takes_over_where_there_is_no_energy_counter(run, nvml_dir):
+    code, err, path = run("--duration", 2, nvml_dir=nvml_dir, nvml="gpus=2,gpu1.no_energy=1,gpu1.power_w=70")
+    samples = read_samples(path)
+    assert code == 0 and samples.source == {"gpu0": "nvml", "gpu1": "nvml-power"}
+    assert "gpu1_mj" not in samples.columns and err.count("has no energy counter") == 1
+    assert samples.energy(samples.t_begin, samples.t_begin + 1.5).joules["gpu1"][0] == pytest.approx(105, rel=0.01)
+
+
+@needs_cc
+def test_s12_a_gpu_that_answers_nothing_fails_loudly(run, nvml_dir, tmp_path):
+    code, err, path = run("--powercap", tmp_path, nvml_dir=nvml_dir, nvml="gpus=1,no_energy=1,no_power=1")
+    assert code == 2 and "answers neither energy nor power" in err and "nothing to measure" in err and not path.exists()
+
+
+@needs_cc
+def test_s15_grace_hopper_counts_the_module(run, nvml_dir):
+    _, _, path = run("--duration", 1, nvml_dir=nvml_dir, nvml="gpus=1,name=NVIDIA GH200 480GB")
+    assert read_samples(path).scope["gpu0"] == "module"
+
+
+@needs_cc
+@pytest.mark.parametrize(
+    ("wanted", "uuids"),
+    [
+        ("2,3", ["GPU-af7b61d2", "GPU-af7b61d3"]),
+        ("3", ["GPU-af7b61d3"]),
+        ("GPU-af7b61d1", ["GPU-af7b61d1"]),
+        ("GPU-af7b61d2-0000-4000-8000-000000000002,0", ["GPU-af7b61d2", "GPU-af7b61d0"]),
+        ("MIG-af7b61d1-0000-4000-8000-000000000001,1", ["GPU-af7b61d1"]),
+        ("MIG-GPU-af7b61d2-0000-4000-8000-000000000002/3/0", ["GPU-af7b61d2"]),
+        ("1,9,2", ["GPU-af7b61d1"]),
+    ],
+)
+def test_s17_cuda_visible_devices_is_resolved_by_uuid(run, nvml_dir, wanted, uuids):
+    _, _, path = run("--duration", 0.5, nvml_dir=nvml_dir, nvml="gpus=4,mig=1", CUDA_VISIBLE_DEVICES=wanted)
+    meta = json.loads(path.with_suffix(".meta.json").read_text())
+    assert [g["uuid"][:12] for g in meta["gpus"]] == uuids
+
+
+@needs_cc
+@pytest.mark.parametrize("wanted", ["9", "GPU-ffff", "GPU-", "MIG-0", "one"])
+def test_s17_a_gpu_that_is_not_there_is_an_error(run, nvml_dir, wanted):
+    code, err, _ = run("--gpus", wanted, nvml_dir=nvml_dir, nvml="gpus=2")
+    assert code == 2 and "expected an index, UUID or MIG id of: 0=GPU-af7b61d0" in err and len(err.splitlines()) == 1
+
+
+@needs_cc
+def test_s20_a_read_that_takes_300_ms_delays_no_row(run, nvml_dir):
+    _, _, path = run("--duration", 3, nvml_dir=nvml_dir, nvml="gpus=2,gpu0.hang_at=70,hang_ms=600")
+    foot, samples = footer(path), read_samples(path)
+    assert foot["achieved_hz"] == pytest.approx(10, abs=0.3) and foot["gpus"]["gpu0"]["read_ms"]["max"] > 290
+    e = samples.energy(samples.t_begin + 0.3, samples.t_end - 0.3).joules
+    assert e["gpu0"][0] == pytest.approx(e["gpu1"][0], rel=0.02)
+
+
+@needs_cc
+def test_failing_reads_are_empty_cells_and_one_line(run, nvml_dir):
+    code, err, path = run("--duration", 4, nvml_dir=nvml_dir, nvml="gpus=1,fail_from=90,fail_to=110")
+    samples, foot = read_samples(path), footer(path)
+    missing = np.isnan(samples.columns["gpu0_mj"]).sum()
+    assert code == 0 and 1 <= missing < 30 and foot["gpus"]["gpu0"]["read_errors"] == 21
+    assert err.count("cells stay empty") == 1
+    assert samples.energy(samples.t_begin + 0.2, samples.t_end - 0.3).joules["gpu0"][0] == pytest.approx(
+        125 * (samples.t_end - samples.t_begin - 0.5), rel=0.03
+    )
+
+
+@needs_cc
+def test_a_reset_counter_goes_on_and_is_counted(run, nvml_dir):
+    _, _, path = run("--duration", 4, nvml_dir=nvml_dir, nvml="gpus=1,reset_at=90")
+    samples = read_samples(path)
+    samples.steps("gpu0")
+    assert footer(path)["gpus"]["gpu0"]["backward_steps"] == 1 and "gpu0:counter_reset" in samples.flags
+    assert np.isnan(samples.energy(samples.t_begin, samples.t_end).joules["gpu0"][0])
+
+
+@needs_cc
+def test_a_stuck_counter_is_unknown_not_zero(run, nvml_dir):
+    _, _, path = run("--duration", 5, nvml_dir=nvml_dir, nvml="gpus=1,stuck_from=80")
+    samples = read_samples(path)
+    e = samples.energy(samples.t_end - 1, samples.t_end)
+    assert np.isnan(e.joules["gpu0"][0]) and "gpu0:counter_stuck" in samples.flags
+
+
+@needs_cc
+def test_nvml_that_does_not_start_is_said(run, nvml_dir, tmp_path):
+    code, err, _ = run("--powercap", tmp_path, "--gpus", "0", nvml_dir=nvml_dir, nvml="init_error=1")
+    assert code == 2 and "Driver Not Loaded" in err and "--gpus none" in err
+
+
+# --- powercap -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tree(tmp_path):
+    return Powercap(tmp_path / "powercap")
+
+
+def test_s7_a_package_counts_once_and_psys_core_uncore_never(tree):
+    tree.package(0, watts=30, dram_watts=4).package(0, mmio=True).psys()
+    tree.zone("intel-rapl:0:1", "core", 20).zone("intel-rapl:0:2", "uncore", 2)
+    rapl = Rapl(tree.root)
+    assert {c: z["id"] for c, z in rapl.columns.items()} == {"cpu0_uj": "intel-rapl:0", "dram0_uj": "intel-rapl:0:0"}
+    why = {z["name"]: z["why"] for z in rapl.left_out}
+    assert "never added" in why["psys"] and "same package" in why["package-0"] and "part of" in why["core"] and "part of" in why["uncore"]
+
+
+def test_s9_two_sockets_with_dram_of_the_same_name(tree):
+    tree.package(0, watts=30, dram_watts=4, start_uj=5).package(1, watts=50, dram_watts=8, start_uj=70)
+    rapl = Rapl(tree.root)
+    before = {c: rapl.read(c) for c in rapl.columns}
+    tree.tick(2.0)
+    rise = {c: (rapl.read(c) - before[c]) * 1e-6 for c in rapl.columns}
+    assert rise == pytest.approx({"cpu0_uj": 60, "dram0_uj": 8, "cpu1_uj": 100, "dram1_uj": 16})
+
+
+def test_packages_are_numbered_by_name_not_by_zone(tree):
+    tree.package(1, at=0, watts=50).package(0, at=1, watts=30)
+    rapl = Rapl(tree.root)
+    assert [rapl.columns[c]["name"] for c in ("cpu0_uj", "cpu1_uj")] == ["package-0", "package-1"]
+
+
+def test_mirrored_dies_count_once_and_different_dies_both(tree):
+    tree.package(0, name="package-0-die-0").package(0, at=1, name="package-0-die-1", follows="intel-rapl:0")
+    assert [z["id"] for z in Rapl(tree.root).columns.values()] == ["intel-rapl:0"]
+    tree.zone("intel-rapl:2", "package-1-die-0", 20, start_uj=5_000_000).zone("intel-rapl:3", "package-1-die-1", 25, start_uj=9_000_000)
+    assert [z["id"] for z in Rapl(tree.root).columns.values()] == ["intel-rapl:0", "intel-rapl:2", "intel-rapl:3"]
+
+
+def test_a_nested_tree_is_read_like_a_flat_one(tmp_path):
+    tree = Powercap(tmp_path / "nested")
+    for path, name in (("intel-rapl/intel-rapl:0", "package-0"), ("intel-rapl/intel-rapl:0/intel-rapl:0:0", "dram")):
+        tree.zone(path, name, 10)
+    assert list(Rapl(tree.root).columns) == ["cpu0_uj", "dram0_uj"]
+
+
+def test_s1_s2_the_sidecar_has_the_range_or_null(tree):
+    tree.package(0).package(1, range_uj=None)
+    rapl = Rapl(tree.root)
+    assert rapl.describe("cpu0_uj")["max_range_uj"] == RANGE_UJ and rapl.describe("cpu1_uj")["max_range_uj"] is None
+    assert rapl.describe("cpu0_uj")["power_limit_w"] == 250
+
+
+def test_s1_a_wrap_on_the_way_is_unwrapped(run, tree):
+    tree.package(0, watts=200, range_uj=50_000_000, start_uj=49_800_000)
+    with tree.running():
+        code, err, path = run("--gpus", "none", "--powercap", tree.root, "--duration", 3)
+    samples = read_samples(path)
+    assert code == 0 and samples.energy(samples.t_begin + 0.1, samples.t_end - 0.1).joules["cpu0"][0] == pytest.approx(
+        200 * (samples.t_end - samples.t_begin - 0.2), rel=0.03
+    )
+    assert "cpu0:wrapped" in samples.flags
+
+
+@pytest.mark.skipif(os.geteuid() == 0 and shutil.which("setpriv") is None, reason="root reads everything, and there is no setpriv")
+def test_s4_s5_unreadable_counters_are_said_once_with_the_fix(repo, tmp_path, tree):
+    tree.package(0).package(1)
+    for zone in ("intel-rapl:0", "intel-rapl:1"):
+        os.chmod(tree.root / zone / "energy_uj", 0o400)
+    for folder in (tmp_path, *tmp_path.parents[:2]):
+        os.chmod(folder, 0o755)
+    shutil.copy(repo / "sampler.py", tmp_path)
+    code = f"import sampler; r = sampler.Rapl({str(tree.root)!r}); print(r.columns, len(r.left_out))"
+    drop = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"] if os.geteuid() == 0 else []
+    # root's own Python may lie where nobody else can read; the system's will do, the standard library is enough
+    python = (shutil.which("python3", path="/usr/bin:/bin") or sys.executable) if drop else sys.executable
+    out = subprocess.run([*drop, python, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    if "sampler" not in out.stderr:
+        pytest.skip(f"another user cannot start Python here: {out.stderr.strip()}")
+    assert out.stdout.strip() == "{} 2" and out.stderr.count("permission denied") == 1 and "sudo_setup.sh" in out.stderr
+
+
+def test_a_counter_that_becomes_unreadable_leaves_empty_cells_and_one_line(run, tree):
+    tree.package(0)
+    with tree.running():
+        process, path = run.start("--gpus", "none", "--powercap", tree.root, "--duration", 2)
+        wait_for_row(path, process)
+        with open(tree.root / "intel-rapl:0/energy_uj", "w") as f:
+            f.write("busy\n" * 8)
+        time.sleep(0.01)
+        tree.zones.clear()
+        _, err = process.communicate(timeout=20)
+    assert process.returncode == 0 and err.count("not readable") == 1 and footer(path)["cpu_read_errors"]["cpu0_uj"] > 5
+
+
+def test_s6_no_counters_is_said_and_nothing_is_written(run, tmp_path):
+    code, err, path = run("--gpus", "none", "--powercap", tmp_path / "nothing")
+    assert code == 2 and "nothing to measure" in err and "--cpu-model 0.74:3.5" in err and len(err.splitlines()) == 1 and not path.exists()
+
+
+# --- the model source and the program, on this machine --------------------------------------------------------------------------
+
+
+def test_the_model_charges_busy_time(tmp_path):
+    stat = tmp_path / "stat"
+    stat.write_text("cpu  100 0 0 1000 50 0 0 7 0 0\ncpu0 1\ncpu1 1\n")
+    model = sampler.CpuModel(0.0, 10.0, stat)
+    stat.write_text("cpu  250 20 30 1100 90 1 2 70 0 0\ncpu0 1\ncpu1 1\n")
+    busy = (150 + 20 + 30 + 1 + 2) / os.sysconf("SC_CLK_TCK")  # not idle, not waiting for I/O, not stolen
+    assert model.read("cpu0_est_uj") == pytest.approx(10e6 * busy)
+
+
+def test_the_model_is_used_only_without_rapl(run, tree):
+    tree.package(0)
+    with tree.running():
+        _, _, path = run("--gpus", "none", "--powercap", tree.root, "--cpu-model", "1:2", "--duration", 0.5)
+    assert read_samples(path).source == {"cpu0": "rapl"}
+
+
+def test_the_model_on_this_machine_sees_a_busy_process(run, tmp_path):
+    process, path = run.start("--gpus", "none", "--powercap", tmp_path, "--cpu-model", "0:5")
+    wait_for_row(path, process)
+    begin = time.time()
+    spent = time.process_time()
+    while time.process_time() - spent < 0.6:
+        pass
+    end = time.time()
+    time.sleep(0.3)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=20)
+    samples = read_samples(path)
+    joules = samples.energy(begin, end).joules["cpu0"][0]
+    assert process.returncode == 0 and samples.source["cpu0"] == "model" and samples.meta["counters"]["cpu0_est_uj"]["source"] == "model"
+    assert 5 * 0.5 < joules <= 5 * os.cpu_count() * (end - begin + 0.3)  # at least this process, at most every CPU
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_end_it_with_a_footer_and_exit_code_0(run, tmp_path, number):
+    process, path = run.start("--gpus", "none", "--powercap", tmp_path, "--cpu-model", "--hz", "20")
+    wait_for_row(path, process)
+    time.sleep(1.0)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=20)
+    foot, samples = footer(path), read_samples(path)
+    assert process.returncode == 0 and foot["ended"] == signal.Signals(number).name
+    assert foot["rows"] == len(samples.t) and foot["missed_ticks"] <= 3 and "torn_last_line" not in samples.flags
+    assert foot["cpu_read_ms"]["p50"] > 0 and foot["sampler_cpu_s"] < 1
+
+
+def test_kill_9_leaves_a_valid_file_and_a_sidecar_without_footer(run, tmp_path):
+    process, path = run.start("--gpus", "none", "--powercap", tmp_path, "--cpu-model")
+    wait_for_row(path, process)
+    time.sleep(0.5)
+    process.kill()
+    process.communicate()
+    samples = read_samples(path)
+    assert len(samples.t) >= 3 and "footer" not in samples.meta and samples.meta["counters"]["cpu0_est_uj"]["idle_w_per_cpu"] == 0.74
+    assert path.read_bytes().endswith(b"\n")
+
+
+def test_a_stopped_sampler_counts_its_missed_ticks(run, tmp_path):
+    process, path = run.start("--gpus", "none", "--powercap", tmp_path, "--cpu-model", "--duration", "2.5")
+    wait_for_row(path, process)
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(1.0)
+    process.send_signal(signal.SIGCONT)
+    process.communicate(timeout=20)
+    foot = footer(path)
+    assert 7 <= foot["missed_ticks"] <= 12 and 0.9 < foot["largest_gap_s"] < 1.5 and "gaps" in read_samples(path).flags
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+def test_a_full_disk_is_an_error_in_one_line(run, tmp_path):
+    target = tmp_path / "full.csv"
+    with contextlib.suppress(OSError):
+        os.symlink("/dev/full", target)
+    code, err, _ = run("--gpus", "none", "--powercap", tmp_path, "--cpu-model", "--duration", "1", name="full")
+    assert code == 1 and "No space left" in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--cpu-model", "5"], "expected IDLE_W:BUSY_W"),
+        (["--cpu-model", "5:1"], "expected IDLE_W:BUSY_W"),
+        (["--hz", "0"], "expected a number above 0"),
+        (["--hz", "1000"], "at most 100"),
+        (["--duration", "soon"], "expected a number above 0"),
+    ],
+)
+def test_bad_arguments_say_found_and_expected(run, args, message):
+    code, err, _ = run(*args)
+    assert code == 2 and message in err
+
+
+def test_names_of_sidecar_and_state(tmp_path):
+    tree = Powercap(tmp_path / "p").package(0)
+    a = sampler.Sampler(tmp_path / "samples.csv", gpus="none", powercap=tree.root)
+    b = sampler.Sampler(tmp_path / "idle_bare.csv", gpus="none", powercap=tree.root)
+    assert (a.meta_path.name, a.state_path.name) == ("samples.meta.json", "state.csv")
+    assert (b.meta_path.name, b.state_path.name) == ("idle_bare.meta.json", "idle_bare.state.csv")
+
+
+def test_help_gives_an_example_and_the_source_of_the_model(repo):
+    out = subprocess.run([sys.executable, repo / "sampler.py", "--help"], capture_output=True, text=True)
+    assert out.returncode == 0 and "python3 sampler.py -o" in out.stdout and "cloudcarbonfootprint.org" in out.stdout
