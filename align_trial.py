@@ -1437,6 +1437,11 @@ def write_trace(path, view):
 PHASE_COLOURS = {"model": "#0072b2", "command": "#e69f00", "waiting": "#bbbbbb"}  # Okabe-Ito; dark, middle and light in grey
 
 
+def three_digits(x):
+    """A number as it is read: no exponent, no false precision."""
+    return f"{x:.0f}" if x >= 100 else f"{x:.3g}"
+
+
 def write_timeline(path, view):
     """One figure: power over time coloured by what the agent was doing, energy per phase beside it."""
     import matplotlib
@@ -1468,9 +1473,10 @@ def write_timeline(path, view):
         left.set_xlim(0, t1 - t0)
         left.set_ylim(bottom=0)
         parts = {k: row[f"{g}_{k}_j"] for k in PHASE_COLOURS if known(row[f"{g}_{k}_j"])}
-        bars = right.bar(list(parts), list(parts.values()), color=[PHASE_COLOURS[k] for k in parts])
-        right.bar_label(bars, labels=[f"{x:.0f}" if x >= 100 else f"{x:.3g}" for x in parts.values()], fontsize=8)
-        right.set_ylabel("energy (J)")
+        unit, scale = ("kJ", 1000) if max(parts.values(), default=0) >= 10_000 else ("J", 1)
+        bars = right.bar(list(parts), [x / scale for x in parts.values()], color=[PHASE_COLOURS[k] for k in parts])
+        right.bar_label(bars, labels=[three_digits(x / scale) for x in parts.values()], fontsize=8)
+        right.set_ylabel(f"energy ({unit})")
         right.margins(y=0.15)
         right.tick_params(axis="x", labelsize=7)
         for ax in (left, right):
@@ -1478,7 +1484,9 @@ def write_timeline(path, view):
     axes[-1][0].set_xlabel("time since the agent started (s)")
     handles, names = axes[0][0].get_legend_handles_labels()
     fig.legend(handles, names, loc="outside upper right", ncols=4, frameon=False, fontsize=8)
-    joules = f", {row['total_j']:.4g} J ({row['total_domains']})" if known(row["total_j"]) else ""
+    total = row["total_j"]
+    joules = "" if not known(total) else f", {three_digits(total / 1000)} kJ" if total >= 10_000 else f", {three_digits(total)} J"
+    joules += f" ({row['total_domains']})" if joules else ""
     fig.suptitle(f"{row['trajectory']}: {row['outcome']}, {t1 - t0:.1f} s{joules}", x=0.01, ha="left", fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}.png")
