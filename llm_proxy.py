@@ -17,7 +17,14 @@ reply with the server's real usage. So that the prefix cache behaves as in a liv
   putback   the recorded length is decoded, and in later requests the server's own text stands where the recorded replies stand (any
             server that decodes exact lengths); or
   force     the server is made to emit the recorded reply (vLLM started with --logits-processors servers.force_reply:ForceReply).
-A call that does not fit the recording is answered with 400 and says what was expected and what came.
+A call that does not fit the recording is answered with 400 and says what was expected and what came. The record's `replay` has the
+entry, the tokens asked for, how many replies were put back or left, and the tokens that had to be computed again although a live run
+would have found them cached.
+
+`error` in a record is null or: upstream_status (the server answered 4xx or 5xx), upstream_error (an error inside a 200),
+upstream_unreachable, upstream_broken (the connection ended early), proxy_timeout, client_disconnect, proxy_shutdown, proxy_error,
+replay_mismatch, replay_failed; `error_detail` says more. `complete` is true when the whole reply arrived, `chunks` counts the events of a
+stream. A call that failed without an answer of the server has the status that the client got (502, 504), or null when it had left.
 
 Exit codes: 0 stopped by a signal, 1 failure at run time, 2 bad arguments, recording or port.
 """

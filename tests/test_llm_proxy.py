@@ -430,6 +430,18 @@ def test_usage_is_asked_for_and_withheld(proxied):
         assert s.log[0]["raw"] == b'{"stream_options":{"include_usage":true},' + client[1:]
 
 
+@pytest.mark.parametrize("size", [1, 5, 64, 4096])
+def test_only_the_usage_chunk_is_withheld_wherever_chunks_end(proxied, size):
+    before, after = sse(delta("ü"), delta(None, "stop"), end=b""), b": bye\n\ndata: [DONE]\n\n"
+    extra = sse({"choices": [], "usage": USAGE}, end=b"")
+    whole = before + extra + after
+    script = [{"raw": "", "_stream": {"pieces": [whole[i:i + size].decode("latin-1") for i in range(0, len(whole), size)]}}]
+    with running(script) as s:
+        p = proxied(s.url)
+        assert p.post({"model": "m", "stream": True, "messages": USER})[2] == before + after
+        assert p.records(1)[0]["completion_tokens"] == 2
+
+
 def test_usage_that_was_asked_for_is_passed(proxied):
     with running([{"raw": "hello world"}]) as s:
         p = proxied(s.url)
