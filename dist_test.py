@@ -71,7 +71,7 @@ ADVICE = {
 def supervise(commands, step_timeout_s, start_timeout_s=START_TIMEOUT_S, grace_s=3.0):
     """Run commands (dicts with `name`, `argv` and optionally `env`) side by side and watch their steps. A command prints one JSON object
     per line: {"step": NAME} when it begins a step, anything else is a result. One that begins no new step for step_timeout_s (at first
-    start_timeout_s) hangs. When one hangs or fails the others get grace_s, then all are killed, groups and all.
+    start_timeout_s; a step may ask for another time with "allow_s") hangs. When one hangs or fails the others get grace_s, then all are killed, groups and all.
 
     Returns a list of dicts, one per command: `name`, `step` (the last one begun), `results`, `state` ("ok", "hung", "failed", "killed":
     stopped because another one hung or failed), `exit`, `errors` (end of its stderr), `stuck` (it survived SIGKILL)."""
@@ -124,7 +124,7 @@ def take_lines(r, step_timeout_s):
         except ValueError:
             continue  # something that a library printed
         if isinstance(said, dict) and "step" in said:
-            r["step"], r["deadline"] = said["step"], time.monotonic() + step_timeout_s
+            r["step"], r["deadline"] = said["step"], time.monotonic() + said.get("allow_s", step_timeout_s)
         else:
             r["results"].append(said)
     return bool(data)
@@ -188,8 +188,8 @@ def failed_step(runs):
 # ---- the workers ----
 
 
-def step(name):
-    print(json.dumps({"step": name}), flush=True)
+def step(name, **more):
+    print(json.dumps({"step": name, **more}), flush=True)
 
 
 def result(**what):
@@ -198,12 +198,12 @@ def result(**what):
 
 def work_probe(s):
     """What there is: torch, NCCL, GPUs."""
-    step("import torch")
+    step("import torch", allow_s=START_TIMEOUT_S)
     import torch
 
     found = {"torch": torch.__version__, "gpus": []}
     if s["backend"] == "nccl":
-        step("start CUDA")
+        step("start CUDA", allow_s=START_TIMEOUT_S)
         for i in range(torch.cuda.device_count()):
             p = torch.cuda.get_device_properties(i)
             found["gpus"].append({"name": p.name, "uuid": str(getattr(p, "uuid", "")), "memory_gib": round(p.total_memory / 2**30, 1)})
@@ -216,10 +216,10 @@ def work_probe(s):
 
 def work_copy(s):
     """Copy a pattern from each GPU to each other one in one process, compare on arrival, time it."""
-    step("import torch")
+    step("import torch", allow_s=START_TIMEOUT_S)
     import torch
 
-    step("start CUDA")
+    step("start CUDA", allow_s=START_TIMEOUT_S)
     n = s["size_mb"] * 2**20 // 4
     for a in s["gpus"]:
         torch.zeros(1, device=f"cuda:{a}")
@@ -244,7 +244,7 @@ def work_copy(s):
 
 def work_rank(s):
     """One rank: meet the others, all-reduce a few numbers and then --size-mb, compare with the sum that must come out."""
-    step("import torch")
+    step("import torch", allow_s=START_TIMEOUT_S)
     import datetime
 
     import torch
@@ -252,7 +252,7 @@ def work_rank(s):
 
     rank, world = s["rank"], s["world"]
     if s["backend"] == "nccl":
-        step("start CUDA")
+        step("start CUDA", allow_s=START_TIMEOUT_S)
         device = torch.device("cuda", s["gpu"])
         torch.cuda.set_device(device)
         torch.zeros(1, device=device)

@@ -55,6 +55,8 @@ def test_every_step_has_its_own_deadline():
     assert run["state"] == "ok", "1.6 s in all, no step longer than 0.4 s"
     (run,) = dt.supervise([says("a", "time.sleep(600)")], 60, start_timeout_s=0.5, grace_s=0.1)
     assert (run["state"], run["step"]) == ("hung", "start")
+    (run,) = dt.supervise([says("a", "print(json.dumps({'step': 'import torch', 'allow_s': 30})); time.sleep(1.5)")], 0.3)
+    assert run["state"] == "ok", "a slow import is no hang"
 
 
 def test_a_failure_ends_the_others_and_comes_first_in_the_advice():
