@@ -84,7 +84,8 @@ class Tracker:
 
     PROBE_S = 0.0036  # two reads of this length still bracket a step to +-5 ms
     WIDTH_S = 0.0092  # with longer reads the stated interval may be this wide, or 2 ms more than a read
-    BURST, RATE = 55, 29.0  # reads: a reserve for finding the period, then at most so many per second
+    SETTLED_S = 0.0015
+    BURST, RATE = 90, 29.0  # reads: a reserve for finding the period, then at most so many per second
     AIM_S = 0.00025  # so much after the expected flip a single read is begun
     NEAREST_S = 0.0004  # shortest distance kept from the expected flip
     MIN_TRACK_S = 0.08  # faster counters: only every n-th step is located
@@ -202,6 +203,7 @@ class Tracker:
         gaps = [b - a for a, b in zip(middle, middle[1:], strict=False)]
         base = sorted(gaps)[len(gaps) // 4]
         # either every step was seen, or a slow read made some be missed: then gaps are multiples of the shorter ones
+        best = None
         for counts in ([1] * len(gaps), [max(1, round(gap / base)) for gap in gaps]):
             index = [sum(counts[:k]) for k in range(len(middle))]
             n = len(index)
@@ -209,16 +211,18 @@ class Tracker:
             spread = sum((i - mean_i) ** 2 for i in index)
             period = sum((i - mean_i) * (t - mean_t) for i, t in zip(index, middle, strict=True)) / spread
             worst = max(abs(t - mean_t - period * (i - mean_i)) for i, t in zip(index, middle, strict=True))
-            if worst < 0.8 * width and period > 0.9 * width:
-                break
-        else:
+            if best is None or worst < 0.7 * best[0]:
+                best = worst, period, mean_t, mean_i, spread, index
+        worst, period, mean_t, mean_i, spread, index = best
+        n = len(index)
+        if worst > 0.8 * width or period < 0.9 * width:
             return False
         self.period, self.flip = period, mean_t + period * (index[-1] - mean_i)
         sd = width / 3
         slope = sd**2 / spread
         # covariance of (flip, period)
         self.cov = [sd**2 / n + slope * (index[-1] - mean_i) ** 2, slope * (index[-1] - mean_i), slope]
-        self.noise, self.lost, self.astray, self.fitted, self.turn = 0.0007, 0, 0.0, period, 0
+        self.noise, self.lost, self.astray, self.fitted, self.turn, self.doubt = 0.0007, 0, 0.0, period, 0, 0
         return True
 
     def _advance(self, skip):
@@ -273,20 +277,24 @@ class Tracker:
         """Locate the next step. False when the counter was lost."""
         skip = max(1, round(max(self.tick_s, self.MIN_TRACK_S) / self.period - 0.05)) if self.period < 0.95 * self.tick_s else 1
         latency = self._latency()
-        probe = latency >= self.PROBE_S
+        # fresh from the search the flip is known to several milliseconds: bracket every step until it is known better
+        settled = self.cov[0] < self.SETTLED_S**2
+        probe = latency >= self.PROBE_S and settled
+        if not settled:
+            skip = 1
         reach = max(self.NEAREST_S, 1.5 * math.sqrt(self.cov[0] + self.noise**2))
-        lead = reach + (1.2 * latency + 0.001 if skip > 1 and probe else 0.0)
+        lead = reach + (1.2 * latency + 0.0015 if skip > 1 and probe else 0.0)
         every = skip
         while self.flip + skip * self.period - lead < self.now() - reach / 2:  # late: that one is past
             skip += 1
-        if self.tokens < 4:  # short of reads: rather miss a step than read at the wrong moment
+        if self.tokens < 4 and settled:  # short of reads: rather miss a step than read at the wrong moment
             skip += every
         self._advance(skip)
         found = self._probe(skip, latency) if probe else self._bracket(skip, min(reach, self.period / 4))
         self.lost = 0 if found else self.lost + 1
         self.between()
         # wrong answers all the time, or a period far from the one found: locked to something that is not there
-        return self.lost < 5 and self.astray < 0.6 and abs(self.period / self.fitted - 1) < 0.2
+        return self.lost < 5 and self.astray < 0.6 and self.doubt < 3 and abs(self.period / self.fitted - 1) < 0.2
 
     def _bracket(self, skip, reach):
         """Read before and after the flip; the step's interval is certain. Whether the step was where it was expected."""
@@ -340,7 +348,7 @@ class Tracker:
         sd = math.sqrt(self.cov[0] + self.noise**2)
         old = self.last
         if skip > 1:  # what is the value before this step?
-            self._wait(self.flip - 1.2 * latency - 0.001)
+            self._wait(self.flip - 1.2 * latency - 0.0015)
             old = self._read()
             if old[1] > self.flip + 0.3 * self.period:
                 return True  # held up: it may have seen another step
@@ -350,6 +358,8 @@ class Tracker:
         self.turn = (self.turn + 1) % 8
         self._wait(flip + (self.AIM_S if self.turn else -1.4 * sd))
         x = self._read()
+        if x[0] < flip - sd:
+            self.doubt = self.doubt + 1 if x[2] != old[2] else 0
         margin = max(0.0017, 3.0 * math.sqrt(self.cov[0]), self.WIDTH_S - latency - self.AIM_S)
         wide = max(margin, min(3.2 * sd, 0.0034))
         if latency + 4 * self.noise > self.period or latency > 0.45 * self.period:  # reads so long and so unsteady that they may see the neighbouring step
