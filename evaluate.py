@@ -54,7 +54,7 @@ RESAMPLES = 1999  # bootstrap resamples for ratios of sums; others take fewer on
 LEVEL = 0.95
 MIN_TASKS_T = 5  # fewer tasks than this: no interval
 MIN_TASKS_BOOTSTRAP = 10
-MAX_FOLDS = 40  # tasks are left out one by one up to this many, beyond it in this many groups of whole tasks
+MAX_FOLDS = 40  # tasks are left out one by one up to this many; beyond, and on large tables, in fewer groups of whole tasks
 ALL_TASKS, ALL_POLICIES = "(all tasks)", "(all policies)"  # rows of rq2_shares.csv that pool
 MAX_RETRIES = 50  # the retry table ends here, however many attempts a task has
 FIRST_CALLS = (1, 2, 5, 10)
@@ -295,53 +295,54 @@ def sign_flip_p(differences):
 
 
 def read_table(path, required, optional, what):
-    """CSV as a frame of stripped strings. Takes a BOM, CRLF and a torn last line; missing columns are an InputError."""
+    """Columns of a CSV as {name: list of strings} and notes. Takes a BOM, CRLF and a torn last line; raises InputError."""
     try:
         text = Path(path).read_bytes().decode("utf-8-sig")
     except OSError as e:
         raise InputError(f"{path}: cannot read {what}: {e.strerror}") from None
     except UnicodeDecodeError as e:
         raise InputError(f"{path}: byte {e.start} is not UTF-8; expected {what} as UTF-8 CSV") from None
-    text = text.replace("\r\n", "\n").replace("\r", "\n")
-    header = text.split("\n", 1)[0]
-    if not header.strip():
+    try:
+        lines = [r for r in csv.reader(io.StringIO(text.replace("\r\n", "\n"), newline="")) if r]
+    except csv.Error as e:
+        raise InputError(f"{path}: no CSV ({e}); expected {what}") from None
+    if not lines:
         raise InputError(f"{path}: the file is empty; expected {what} with a header")
-    names = [c.strip().strip('"') for c in header.split(",")]
+    names, rows, notes = [c.strip() for c in lines[0]], lines[1:], []
     missing = [c for c in required if c not in names]
     if missing:
         raise InputError(f"{path}: column{'s' * (len(missing) > 1)} missing: {', '.join(missing)}; expected {what}")
     twice = sorted({c for c in names if names.count(c) > 1})
     if twice:
         raise InputError(f"{path}: column{'s' * (len(twice) > 1)} twice in the header: {', '.join(twice)}")
-    notes = []
-    if not text.endswith("\n"):
-        body, _, last = text.rpartition("\n")
-        if body and last.count(",") < len(names) - 1:
-            text = body + "\n"
-            notes.append(f"{Path(path).name}: the last line is torn and was left out")
-    use = set(required) | set(optional)
-    try:
-        frame = pd.read_csv(io.StringIO(text), dtype=str, keep_default_na=False, index_col=False, skipinitialspace=True)
-    except (pd.errors.ParserError, pd.errors.EmptyDataError) as e:
-        raise InputError(f"{path}: {str(e).strip().removeprefix('Error tokenizing data. C error: ')}") from None
-    frame.columns = names
-    frame = frame[[c for c in names if c in use]].astype(object)
-    short = frame.isna().any(axis=1).to_numpy()
-    if short.any():
-        raise InputError(f"{path}: row {int(np.argmax(short)) + 1} has fewer cells than the header ({len(names)})")
-    for c in frame.columns:
-        frame[c] = [v.strip() for v in frame[c]]
-    return frame.reset_index(drop=True), notes
+    if rows and not text.endswith("\n") and len(rows[-1]) < len(names):
+        rows.pop()
+        notes.append(f"{Path(path).name}: the last line is torn and was left out")
+    for number, r in enumerate(rows, 1):
+        if len(r) != len(names):
+            raise InputError(f"{path}: row {number}: found {len(r)} cells, expected {len(names)} as in the header")
+    use = [c for c in names if c in {*required, *optional}]
+    return {c: [r[k] for r in rows] for c, k in ((c, names.index(c)) for c in use)}, notes
 
 
 def to_number(path, column, cells):
     """Floats from cells, empty as NaN; anything else that is no finite number is an InputError naming row and column."""
-    lower = {"", "nan", "none", "null"}
-    values = pd.to_numeric(pd.Series([None if c.lower() in lower else c for c in cells], dtype=object), errors="coerce").to_numpy(float)
-    bad = np.isinf(values) | (np.isnan(values) & np.array([c.lower() not in lower for c in cells], bool))
-    if bad.any():
-        i = int(np.argmax(bad))
-        raise InputError(f"{path}: row {i + 1}, column {column}: found {cells[i]!r}, expected a number or an empty cell")
+    try:
+        values = np.array([float(c) if c else math.nan for c in cells])
+        if np.isfinite(values).sum() + cells.count("") == len(cells):
+            return values
+    except ValueError:
+        pass
+    values = np.full(len(cells), np.nan)
+    for i, c in enumerate(cells):
+        if c.strip().lower() in ("", "nan", "none", "null"):
+            continue
+        try:
+            values[i] = float(c)
+        except ValueError:
+            values[i] = math.inf
+        if not math.isfinite(values[i]):
+            raise InputError(f"{path}: row {i + 1}, column {column}: found {c!r}, expected a number or an empty cell")
     return values
 
 
@@ -352,6 +353,7 @@ def behaviour(mode, recording_source):
     return recording_source if recording_source in ("authored", "recorded") else "replay"
 
 
+@lru_cache(maxsize=1024)
 def domain_names(text):
     """The domains of total_domains or est_domains in a fixed order, GPU first."""
     return sorted((d for d in re.split(r"[\s+,;|&]+", text) if d), key=lambda d: ([d.startswith(g) for g in DOMAINS][::-1], d))
@@ -363,6 +365,7 @@ def domain_groups(text):
     return [d for d in DOMAINS if d in found]
 
 
+@lru_cache(maxsize=1024)
 def energy_source(domains, gpu_source, cpu_source):
     """measured, estimated (a power model times busy time), or both named; empty where there is no energy."""
     sources = {d: (gpu_source if d == "gpu" else cpu_source) for d in domain_groups(domains)}
@@ -378,16 +381,13 @@ def energy_source(domains, gpu_source, cpu_source):
 
 def read_trials(path):
     """The table of align_trial.py as a frame in a canonical order, and notes on what was odd about it."""
-    frame, notes = read_table(path, TEXT + NUMBERS, TEXT_OPTIONAL + NUMBERS_OPTIONAL, "the table that align_trial.py writes")
-    if frame.empty:
+    cells, notes = read_table(path, TEXT + NUMBERS, TEXT_OPTIONAL + NUMBERS_OPTIONAL, "the table that align_trial.py writes")
+    size = len(cells["trajectory"])
+    if not size:
         raise InputError(f"{path}: no trajectory in the table; run align_trial.py on finished trajectory folders first")
-    for c in TEXT_OPTIONAL:
-        if c not in frame:
-            frame[c] = ""
-    absent = [c for c in NUMBERS_OPTIONAL if c not in frame]
-    numeric = {c: to_number(path, c, list(frame[c])) for c in NUMBERS + NUMBERS_OPTIONAL if c in frame}
-    text = frame[TEXT + TEXT_OPTIONAL]
-    frame = pd.concat([text, pd.DataFrame(numeric), pd.DataFrame(np.nan, index=text.index, columns=absent)], axis=1)
+    columns = {c: [v.strip() for v in cells.get(c, [""] * size)] for c in TEXT + TEXT_OPTIONAL}
+    columns |= {c: to_number(path, c, cells.get(c, [""] * size)) for c in NUMBERS + NUMBERS_OPTIONAL}
+    frame = pd.DataFrame({c: pd.Series(v, dtype=object if isinstance(v, list) else float) for c, v in columns.items()})
 
     for column, allowed in {"outcome": ("success", "fail", "unscored"), "mode": ("live", "replay")}.items():
         bad = ~frame[column].isin(allowed).to_numpy()
@@ -437,9 +437,9 @@ def read_trials(path):
 
 def read_plan(path):
     """task, policy, rep, mode, recording of every planned run; double entries are an InputError."""
-    plan, notes = read_table(path, ["task", "policy", "rep", "mode"], ["recording"], "the plan that the batch writes")
-    if "recording" not in plan:
-        plan["recording"] = ""
+    cells, notes = read_table(path, ["task", "policy", "rep", "mode"], ["recording"], "the plan that the batch writes")
+    cells.setdefault("recording", [""] * len(cells["task"]))
+    plan = pd.DataFrame({c: pd.Series([x.strip() for x in v], dtype=object) for c, v in cells.items()})
     plan["rep"] = [re.sub(r"^r", "", r) for r in plan["rep"]]
     bad = ~plan["mode"].isin(("live", "replay")).to_numpy()
     if bad.any():
@@ -454,6 +454,9 @@ def read_plan(path):
 def add_missing(trials, plan):
     """The trials plus one row for every planned run that left none: nobody may drop out of a denominator by crashing."""
     key = ["task", "policy", "rep", "mode"]
+    plan = plan.copy()
+    known = set(trials["task"])  # a plan may name a task by its folder, a trajectory by its name
+    plan["task"] = [t if t in known else Path(t).name or t for t in plan["task"]]
     have = set(map(tuple, trials[key].to_numpy()))
     missing = [i for i, row in enumerate(plan[key].to_numpy()) if tuple(row) not in have]
     planned = set(map(tuple, plan[key].to_numpy()))
@@ -468,7 +471,7 @@ def add_missing(trials, plan):
     rows = []
     for i in missing:
         task, policy, rep, mode = plan[key].to_numpy()[i]
-        source = sources.get(plan["recording"].iloc[i].split("@")[0], kinds.copy().pop() if len(kinds) == 1 else "")
+        source = sources.get(Path(plan["recording"].iloc[i].split("@")[0]).stem, next(iter(kinds)) if len(kinds) == 1 else "")
         rows.append(
             {
                 "trajectory": f"{task}__{policy}__r{rep}",
@@ -574,28 +577,36 @@ def fit_relative(x, y):
         order = np.argsort(ratio, kind="stable")
         total = np.cumsum(weight[use][order])
         return np.array([ratio[order][np.searchsorted(total, total[-1] / 2)]]) / scale
-    subsets = [list(s) for k in range(1, p + 1) for s in combinations(range(p), k)]
     weights, best, best_loss = np.ones(len(z)), np.zeros(p), math.inf
-    for step in range(40):
+    for step in range(20):
         zw = z * weights[:, None]
-        gram, moment = z.T @ zw, zw.sum(axis=0)
-        found, found_value = np.zeros(p), 0.0
-        for s in subsets:
-            sub = gram[np.ix_(s, s)]
-            b = np.linalg.lstsq(sub, moment[s], rcond=1e-10)[0]
-            if (b >= 0).all():
-                gain = 2 * b @ moment[s] - b @ sub @ b
-                if gain > found_value * (1 + 1e-12):
-                    found, found_value = np.zeros(p), gain
-                    found[s] = b
+        found = non_negative(z.T @ zw, zw.sum(axis=0))
         residual = np.abs(z @ found - 1)
         loss = residual.mean()
-        if loss < best_loss - 1e-9:
+        stalled = loss > best_loss * (1 - 1e-4)
+        if loss < best_loss:
             best, best_loss = found, loss
-        elif step > 10:
+        if stalled and step > 6:
             break
-        weights = 1 / np.maximum(residual, max(1e-4, 0.1 * 0.6**step))
+        weights = 1 / np.maximum(residual, max(1e-3, 0.1 * 0.5**step))
     return best / scale
+
+
+def non_negative(gram, moment):
+    """Least squares with coefficients of at least 0 from X'X and X'y, for a handful of columns: the best of all feasible subsets."""
+    p = len(moment)
+    ridge = 1e-10 * np.trace(gram) / p * np.eye(p)  # keeps columns that say the same from being singular
+    b = np.linalg.solve(gram + ridge, moment)
+    if (b >= 0).all():  # no constraint binds, so no subset does better
+        return b
+    found, found_gain = np.zeros(p), 0.0
+    for s in (list(s) for k in range(1, p) for s in combinations(range(p), k)):
+        b = np.linalg.solve((gram + ridge)[np.ix_(s, s)], moment[s])
+        gain = float(b @ moment[s])  # how far the sum of squares falls
+        if (b >= 0).all() and gain > found_gain * (1 + 1e-12):
+            found, found_gain = np.zeros(p), gain
+            found[s] = b
+    return found
 
 
 def leave_one_task_out(x, y, tasks, cells=None):
@@ -607,7 +618,7 @@ def leave_one_task_out(x, y, tasks, cells=None):
     prediction = np.full(len(y), np.nan)
     if len(names) < 2:
         return prediction
-    fold = np.arange(len(names)) % min(len(names), MAX_FOLDS)
+    fold = np.arange(len(names)) % min(len(names), max(5, min(MAX_FOLDS, 800_000 // len(y))))
     fold_of_row = fold[np.searchsorted(names, tasks)]
     for f in range(fold.max() + 1):
         out = fold_of_row == f
@@ -804,11 +815,11 @@ def rq1(group):
 
 def compare(group, target, family, found, y, tasks):
     """Best predictor of a family against the runner-up, on the trajectories that all of them cover."""
-    found = [p for p in found if np.isfinite(p.values).any()]
-    if len(found) < 2:
-        return None
+    covered = [int(np.isfinite(p.values).sum()) for p in found]
+    # A predictor that few trajectories have (a call model without calibration for most) must not shrink the comparison to those.
+    found = [p for p, n in zip(found, covered, strict=True) if n and n >= 0.8 * max(covered)]
     common = np.all([np.isfinite(p.values) for p in found], axis=0)
-    if not common.any():
+    if len(found) < 2 or not common.any():
         return None
     codes = np.unique(tasks[common], return_inverse=True)[1]
     size = np.bincount(codes).astype(float)
@@ -972,7 +983,7 @@ def configs(group, partial=False, cost=None):
     for row in out:
         row |= {"reference_policy": reference if len(policies) > 1 else None}
         if row["policy"] != reference:
-            row |= policy_difference(sums[row["policy"]], sums[reference], group.measured)
+            row |= policy_difference(sums[row["policy"]], sums[reference])
     return out
 
 
@@ -980,7 +991,7 @@ def columns(name, e):
     return {name: e.value, f"{name}_lo": e.lo, f"{name}_hi": e.hi}
 
 
-def policy_difference(a, b, _measured):
+def policy_difference(a, b):
     """Policy minus reference on the tasks that both have scored, paired by task; energy per goal as a ratio."""
     both = (a["known"] > 0) & (b["known"] > 0)
     m = int(both.sum())
@@ -1597,7 +1608,7 @@ def answer_shares(row):
     )
 
 
-def answer_prediction(group, table):
+def answer_prediction(group, table, paired):
     rows = [r for r in table if r["target"] == "total_j" and r.get("mape") is not None]
     if not rows:
         return "How well energy can be foretold cannot be said: it takes at least two tasks, one to learn from and one to be tested on."
@@ -1608,7 +1619,8 @@ def answer_prediction(group, table):
         )
     best = []
     for kind, words in (("ex-ante", "before the start"), ("post-hoc", "afterwards")):
-        some = [r for r in rows if r["kind"] == kind]
+        won = [r["best"] for r in paired if r["target"] == "total_j" and r["compared"] == kind]
+        some = [r for r in rows if r["kind"] == kind and r["predictor"] in (won or [r["predictor"]])]
         if some:
             r = min(some, key=lambda r: (r["mape"], r["predictor"]))
             ci = span(r, "mape", percent)
@@ -1777,6 +1789,8 @@ def retry_section(group, rows, cut):
         else:
             text = f"No cut-off in joules is recommended under {policy}: chosen on the other tasks, it does not reliably save energy."
         out.append(tag("p", text))
+    if held and group.key["behaviour"] != "live":
+        out.append(tag("p", "The replies were fixed beforehand, so this shows the method only."))
     if cut and not held:
         text = f"With fewer than {MIN_TASKS_T} tasks no cut-off is recommended; energy_cutoff.csv describes what one would have done here."
         out.append(tag("p", text))
@@ -1974,7 +1988,7 @@ def build_report(results, notes, params, cost, fingerprint, source_name):
     others = "; ".join(f"{len(r['group'].rows)} {behaviour_words(r['group'])}, {source_words(r['group'])}" for r in results[1:])
     if others:
         others = f"This page tells the largest set of comparable runs first. Not pooled with it, at the end: {others}."
-    prediction = answer_prediction(g, first["predictors"])
+    prediction = answer_prediction(g, first["predictors"], first["paired"])
     fields = {
         "title": f"Trajoule: {esc(g.key['model'] or 'energy of agent trajectories')}",
         "kicker": esc(" · ".join(x for x in (g.key["model"], g.key["hardware"], span_of_dates(g)) if x)),
@@ -2120,7 +2134,7 @@ def terminal_summary(results, notes, out):
             lines.append(f"  energy per goal  {row['policy']}: " + html.unescape(re.sub("<[^>]*>", "", answer_goal(row))).split(" ", 2)[2])
         if c:
             lines.append(
-                f"  closure error    median {100 * c[0]:+.1f} %, size {percent(c[1], 1)}, {c[2]} trajectories (call model, above idle)"
+                f"  closure error    median {100 * c[0]:+.1f} %, size {percent(c[1], 1)}, {plural(c[2], 'trajectory')} (call model, above idle)"
             )
         if not g.measured:
             lines.append("  note             estimated from busy time: predictions from time or tokens are circular, nothing is claimed")
