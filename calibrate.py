@@ -1162,6 +1162,16 @@ def save(plt, figure, path):
     plt.close(figure)
 
 
+def log_axis(axis):
+    """Plain numbers at 1, 2, 5 on a logarithmic axis (at decades only where it spans many)."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 40 * low else (1,)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
 STATES = {"miss": {"marker": "o", "markerfacecolor": "white"}, "hit": {"marker": "^", "markerfacecolor": "0.35"}}
 
 
@@ -1184,8 +1194,10 @@ def draw_model(plt, fit, table, group, word):
     ax.plot(ends, ends, color="black", lw=0.7, label="equal")
     for name, look in STATES.items():
         ax.plot(x[state == name], y[state == name], ls="", ms=3.5, mew=0.6, color="black", label=f"cache {name}", **look)
-    ax.set(xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel=f"{word} above idle, held-out model (J per call)")
+    ax.set(xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel=f"held-out model (J per call)\n{word} above idle")
     ax.set_ylabel("counter (J per call)" if not fit["estimated"] else "power model (J per call)")
+    log_axis(ax.xaxis)
+    log_axis(ax.yaxis)
     ax.legend(loc="upper left", title=f"mean error {e['mape']:.2%}", title_fontsize=7, alignment="left")
     return figure
 
@@ -1209,6 +1221,8 @@ def draw_per_token(plt, params, group, word):
     ax.set(xscale="log", yscale="log", xlabel="context (tokens)", ylabel=f"{word}, idle included\n(mJ per token)")
     low, high = ax.get_ylim()
     ax.set_ylim(low / 1.6, high * 1.6)
+    log_axis(ax.xaxis)
+    log_axis(ax.yaxis)
     return figure
 
 
@@ -1236,6 +1250,7 @@ def draw_residuals(plt, params, fit, table, group, word):
             ax.plot(table["prompt_tokens"][pick] * np.exp(0.25 * shift[pick]), 100 * relative[pick], ls="", ms=3, mew=0.5, color="black",
                     label=f"cache {name}", **look)  # fmt: skip
         ax.set(xscale="log", ylabel=f"{label}\nmodel / measured − 1 (%)")
+    log_axis(axes[-1, 0].xaxis)
     axes[-1, 0].set_xlabel("prompt (tokens); short outputs left")
     axes[0, 0].legend(loc="lower right", ncols=3, columnspacing=0.8, handletextpad=0.2, bbox_to_anchor=(1, 1))
     return figure
