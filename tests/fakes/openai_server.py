@@ -13,7 +13,8 @@ SCRIPT is a list of items. An item is the JSON object that the assistant replies
   _hang true          never answer
 The reply is picked by the number of requests that a session (header X-Session-ID, else "default") has made; the last item repeats.
 Prompts around context summaries get canned texts and consume no item. Token counts are characters / 4; the cache is counted too: tokens
-of the longest common beginning with an earlier prompt or reply of the same session, in blocks of 16.
+of the longest common beginning with an earlier prompt or reply of the same session, in blocks of 16. `ignore_eos` with `max_tokens` gives
+exactly that many tokens, /tokenize answers as llama.cpp's: a replay with --server-kind llamacpp works against it.
 
 In a test: `async with Server(script) as s: ...`, or `with running(script) as s:`, which runs it in a thread. `s.url` is its root,
 `s.log` has one dict a request.
@@ -57,6 +58,7 @@ class Server:
         app = web.Application(client_max_size=1 << 30)
         app.router.add_post("/v1/chat/completions", self.chat)
         app.router.add_post("/v1/completions", self.chat)
+        app.router.add_post("/tokenize", self.tokenize)
         app.router.add_get("/v1/models", self.models)
         app.router.add_get("/health", self.health)
         app.router.add_route("*", "/echo/{tail:.*}", self.echo)
@@ -76,6 +78,11 @@ class Server:
 
     async def health(self, _):
         return web.Response()
+
+    async def tokenize(self, request):
+        """As llama.cpp does, with tokens of four characters."""
+        text = (await request.json())["content"]
+        return web.json_response({"tokens": list(range(-(-len(text) // 4)))})
 
     async def echo(self, request):
         """What came, as it came: method, raw path, headers and a digest of the body; /echo/gone answers 204, /echo/moved 302."""
