@@ -182,7 +182,7 @@ def plot(rows, path):
         "edges": ("located steps, spread evenly", "^", "--"), "phase": ("located steps, apportioned (ours)", "D", "-"),
     }  # fmt: skip
     shades = {"naive": "0.65", "zeus": "0.45", "edges": "0.25", "phase": "black"}
-    figure, axes = plt.subplots(1, 2, figsize=(7.0, 2.9), sharex=True)
+    figure, axes = plt.subplots(1, 2, figsize=(7.0, 3.0), sharex=True)
     for method, (label, marker, line) in style.items():
         mine = [r for r in rows if r["method"] == method]
         for axis, key in zip(axes, ("bias_pct", "mae_pct"), strict=True):
@@ -191,7 +191,7 @@ def plot(rows, path):
             spread = np.array([[m - min(v), max(v) - m] for m, v in zip(middle, by_length, strict=True)]).T
             axis.errorbar(DURATIONS_S, middle, spread, label=label, marker=marker, ls=line, ms=4, lw=1.2, capsize=2, color=shades[method])
     axes[0].axhspan(-0.5, 0.5, color="0.9", zorder=0)
-    axes[0].set(ylabel="mean signed error\n(% of energy above idle)", xlabel="length of the call (s)", xscale="log", yscale="symlog")
+    axes[0].set(ylabel="mean signed error\n(% of energy above idle)", xlabel="length of the call (s)", xscale="log")
     axes[0].set_yscale("symlog", linthresh=0.5)
     axes[1].set(ylabel="mean absolute error\n(% of energy above idle)", xlabel="length of the call (s)", yscale="log")
     for axis in axes:
@@ -199,8 +199,8 @@ def plot(rows, path):
         axis.minorticks_off()
         axis.grid(alpha=0.3)
     axes[0].set_yticks([-30, -10, -3, -0.5, 0, 0.5], ["-30", "-10", "-3", "-0.5", "0", "0.5"])
-    axes[1].legend(fontsize=7, frameon=False)
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0, 1, 0.93))
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="upper center", ncol=4, fontsize=7, frameon=False)
     figure.savefig(path, dpi=200, metadata={"Software": None})
 
 
@@ -213,8 +213,8 @@ def save(rows, path):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--calls", type=int, default=300, help="calls per length and power (default 300)")
-    parser.add_argument("--seconds", type=float, default=60.0, help="simulated seconds per row of the second table (default 60)")
+    parser.add_argument("--calls", type=int, default=200, help="calls per length and power (default 200)")
+    parser.add_argument("--seconds", type=float, default=40.0, help="simulated seconds per row of the second table (default 40)")
     parser.add_argument("--out", default=str(ROOT / "bench"), help="folder (default bench/)")
     args = parser.parse_args(argv)
     out = Path(args.out)
