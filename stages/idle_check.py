@@ -31,7 +31,7 @@ def main():
         sys.exit(2)
     known = {}
     if (a.calib / "params.json").exists():
-        known = calibrate.idle_power(json.loads((a.calib / "params.json").read_text()), "loaded")
+        known = calibrate.idle_power(json.loads((a.calib / "params.json").read_text()), "rested")
     begin, end = samples.t[0], samples.t[-1]
     energy = samples.energy(np.array([begin]), np.array([end]))
     for d in samples.domains:
@@ -40,7 +40,7 @@ def main():
         line = f"idle power {d}: {power_w:.2f} W ({label})"
         if known.get(d):
             shift = power_w / known[d] - 1
-            line += f", {shift:+.1%} against the calibration"
+            line += f", {shift:+.1%} against the calibration's rested power"
             if abs(shift) > TOLERANCE:
                 line = (
                     "WARNING: "
