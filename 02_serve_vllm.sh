@@ -32,4 +32,4 @@ esac
 
 port_free "$PORT" || [[ -e .cache/run/server-$PORT.json ]] || die "port $PORT is taken: stop what listens there, or set PORT"
 log "starting: ${SERVER[*]}"
-exec "$PY" stages/supervise.py --name "server-$PORT" --grace 30 -- "${SERVER[@]}"
+exec "$PY" stages/supervise.py --name "server-$PORT" --grace 30 --detachable -- "${SERVER[@]}"

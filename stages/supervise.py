@@ -99,20 +99,23 @@ def main():
     p.add_argument("--name", help="note the group under this name and end a leftover of the same name first")
     p.add_argument("--log", type=Path, help="append the command's output to this file")
     p.add_argument("--grace", type=float, default=15.0, help="seconds between TERM and KILL")
+    p.add_argument("--detachable", action="store_true", help="do not end with whoever started this: for a server that is started with nohup")
     p.add_argument("--deadline", type=float, help="seconds after which the command is ended")
     p.add_argument("command", nargs="+", help="-- COMMAND [ARG ...]")
     a = p.parse_args()
     parent = os.getppid()
-    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:
-        sys.exit(0)  # it died before we could ask to be told
+    if not a.detachable:
+        prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:
+            sys.exit(0)  # it died before we could ask to be told
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     if a.name:
         end_leftover(a.name, a.grace)
 
     wanted = []
     for s in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(s, lambda n, _: wanted.append(n))
+        if signal.getsignal(s) != signal.SIG_IGN:  # nohup's choice stands
+            signal.signal(s, lambda n, _: wanted.append(n))
     me = os.getpid()
 
     def in_child():

@@ -312,6 +312,30 @@ def test_a_leftover_of_a_killed_supervisor_is_ended_by_the_next_start(tmp_path, 
     assert not (run_dir / "x.json").exists()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="parent-death signals are Linux's")
+def test_a_server_started_with_nohup_outlives_its_shell_but_not_its_stage(tmp_path, run_dir):
+    note = tmp_path / "pid"
+    command = f"{sys.executable} stages/supervise.py --name z --detachable -- bash -c 'echo $$ > {note}; sleep 300 & wait'"
+    shell = subprocess.Popen(["bash", "-c", f"nohup {command} & sleep 1.5"], cwd=Path(__file__).parent.parent, stderr=subprocess.DEVNULL)
+    assert shell.wait(20) == 0
+    time.sleep(0.5)
+    pid = int(note.read_text())
+    assert alive(pid)
+    os.kill(json.loads((run_dir / "z.json").read_text())["supervisor"], signal.SIGHUP)
+    time.sleep(0.5)
+    assert alive(pid)
+    os.kill(json.loads((run_dir / "z.json").read_text())["supervisor"], signal.SIGTERM)
+    assert wait_for(lambda: not alive(pid))
+
+    note.unlink()
+    outer = supervise("--", "bash", "-c", f"exec {command}")  # as start_server does
+    assert wait_for(lambda: note.exists() and note.read_text().strip())
+    pid = int(note.read_text())
+    outer.send_signal(signal.SIGKILL)
+    outer.wait()
+    assert wait_for(lambda: not alive(pid))
+
+
 def test_two_of_one_name_are_refused(run_dir):
     first = supervise("--name", "y", "--", "sleep", "60")
     assert wait_for((run_dir / "y.json").exists)
