@@ -799,7 +799,10 @@ class Proxy:
         task = asyncio.current_task()
         self.tasks.add(task)
         try:
-            await self.read_request(request, a)
+            await self.read_body(request, a)
+            if not self.replay and b'"stream"' not in a.raw:
+                return await self.relayed(request, a, early=True)
+            await self.understand(request, a)
             if self.replay and a.messages is not None:
                 return await self.replayed(request, a)
             return await self.relayed(request, a)
@@ -823,7 +826,7 @@ class Proxy:
             self.tasks.discard(task)
             self.finish(a)
 
-    async def read_request(self, request, a):
+    async def read_body(self, request, a):
         try:
             if (size := request.content_length or 0) > BIG_BODY or size == 0:
                 parts = [chunk async for chunk in request.content.iter_any()]
@@ -832,6 +835,9 @@ class Proxy:
                 a.raw = await request.content.read(-1)
         except Exception as e:
             raise ClientGone from e
+
+    async def understand(self, request, a):
+        """What the request is: its JSON, kind, and the call that it is an attempt of."""
         plain = a.raw
         encoding = request.headers.get("Content-Encoding")
         if encoding:
@@ -860,8 +866,11 @@ class Proxy:
         if self.bodies or self.recorder:
             a.reply.text = []
 
-    async def relayed(self, request, a):
-        """The call as it is; of the reply the client gets every byte, and the record what it says."""
+    async def relayed(self, request, a, early=False):
+        """The call as it is; of the reply the client gets every byte, and the record what it says.
+
+        `early`: the request, surely not streamed, is sent before it is understood: parsing 100 KB costs more than all the rest.
+        """
         headers, data = self.headers(request), a.raw
         # Servers choose among what the client offers; an encoding that cannot be read here would hide the usage.
         if "Accept-Encoding" in headers:
@@ -875,7 +884,17 @@ class Proxy:
             a.injected = True
             headers["Accept-Encoding"] = "identity"  # a chunk must be cut out of the reply
         a.t_sent = time.time()
-        up = await self.send(request, data, headers)
+        if early:
+            sending = asyncio.ensure_future(self.send(request, data, headers))
+            try:
+                await asyncio.sleep(0)  # the request goes out now
+                await self.understand(request, a)
+            except BaseException:
+                sending.cancel()
+                raise
+            up = await sending
+        else:
+            up = await self.send(request, data, headers)
         try:
             a.status = up.status
             plain = decoder(up.headers.get("Content-Encoding"))

@@ -36,6 +36,7 @@ FIRST_BYTE_LIMIT_S, CHUNK_LIMIT_S, STREAMS = 1e-3, 50e-6, 256
 CHUNK = b'data: {"id":"c","object":"chat.completion.chunk","created":%020d,"model":"m","choices":[{"index":0,"delta":{"content":" word"},' \
         b'"finish_reason":null}]}\n\n'
 CHUNK_BYTES = len(CHUNK % 0)
+LONG_PROMPT = "make: *** No rule to make target 'all'.\n" * 2500  # 100 KB, some 30,000 tokens
 STAMP = re.compile(rb'"created":(\d{20})')
 END = b'data: {"id":"c","choices":[{"index":0,"delta":{},"finish_reason":"stop"}]}\n\n' \
       b'data: {"id":"c","choices":[],"usage":{"prompt_tokens":9,"completion_tokens":9,"prompt_tokens_details":{"cached_tokens":0}}}\n\n' \
@@ -99,9 +100,9 @@ async def relay(port, up):
     await s.serve_forever()
 
 
-async def call(session, url, stream=False, n=0, pause=0.0, delays=None):
+async def call(session, url, stream=False, n=0, pause=0.0, delays=None, prompt="x" * 400):
     """(seconds to the first byte, seconds to the end, bytes) of one call; the delay of each chunk goes to the list `delays`."""
-    body = {"model": "m", "messages": [{"role": "user", "content": "x" * 400}], "stream": stream, "n": n, "pause": pause}
+    body = {"model": "m", "messages": [{"role": "user", "content": prompt}], "stream": stream, "n": n, "pause": pause}
     if stream:
         body["stream_options"] = {"include_usage": True}
     t, first, size = time.perf_counter(), None, 0
@@ -126,7 +127,7 @@ async def measure(targets, rounds, chunks, pids):
     import aiohttp
     import psutil
 
-    out = {name: {"plain": [], "plain_first": [], "stream_first": [], "long": [], "single": []} for name in targets}
+    out = {name: {"plain": [], "plain_first": [], "long_prompt": [], "stream_first": [], "long": [], "single": []} for name in targets}
 
     def cpu_s(name):
         return sum(psutil.Process(pids[name]).cpu_times()[:2]) if name in pids else float("nan")
@@ -142,6 +143,7 @@ async def measure(targets, rounds, chunks, pids):
                 first, total, _ = await call(session, url)
                 out[name]["plain"].append(total)
                 out[name]["plain_first"].append(first)
+                out[name]["long_prompt"].append((await call(session, url, prompt=LONG_PROMPT))[0])
                 out[name]["stream_first"].append((await call(session, url, stream=True, n=5, pause=0.002))[0])
         for name, url in targets.items():  # CPU clocks have steps of 10 ms: many calls in a row
             cpu = cpu_s(name)
@@ -233,6 +235,7 @@ def main():
 MEASURES = [  # key, label, unit, limit in seconds of what the proxy adds
     ("plain_first", "plain call, first byte", "ms", FIRST_BYTE_LIMIT_S),
     ("plain", "plain call, end", "ms", None),
+    ("long_prompt", "prompt of 100 KB, first byte", "ms", FIRST_BYTE_LIMIT_S),
     ("stream_first", "stream, first byte", "ms", FIRST_BYTE_LIMIT_S),
     ("long", "per chunk of a fast stream", "us", CHUNK_LIMIT_S),
     ("single", "delay of a single chunk", "us", None),
@@ -244,10 +247,10 @@ def report(res, a):
     scale, rows, missed = {"ms": 1e3, "us": 1e6}, {}, []
     print(f"{platform.machine()}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}, Python {platform.python_version()}; "
           f"{a.rounds} rounds, {a.chunks} chunks a stream, targets in turns")
-    print(f"{'':36}" + "".join(f"{n:>12}" for n in res) + "".join(f"{n + ' adds':>14}{'ratio':>8}" for n in res if n != "direct"))
+    print(f"{'':40}" + "".join(f"{n:>12}" for n in res) + "".join(f"{n + ' adds':>14}{'ratio':>8}" for n in res if n != "direct"))
     for key, label, unit, limit in MEASURES:
         s = rows[key] = {n: summary(r[key]) for n, r in res.items()}
-        line = f"{f'{label}, median, {unit}':36}" + "".join(f"{v['median_s'] * scale[unit]:12.3f}" for v in s.values())
+        line = f"{f'{label}, median, {unit}':40}" + "".join(f"{v['median_s'] * scale[unit]:12.3f}" for v in s.values())
         for n, v in s.items():
             if n == "direct":
                 continue
@@ -256,13 +259,13 @@ def report(res, a):
             if n == "proxy" and limit and added > limit:
                 missed.append(f"{label}: {added * scale[unit]:.3f} {unit} added, limit {limit * scale[unit]:g} {unit}")
         print(line)
-        print(f"{'   95th percentile':36}" + "".join(f"{v['p95_s'] * scale[unit]:12.3f}" for v in s.values()))
+        print(f"{'   95th percentile':40}" + "".join(f"{v['p95_s'] * scale[unit]:12.3f}" for v in s.values()))
     for key, label, unit in [("cpu_s_per_call", "CPU time of a plain call", "ms"), ("cpu_s_per_chunk", "CPU time of a single chunk", "us")]:
         values = ["-" if n == "direct" else f"{r[key] * scale[unit]:.3f}" for n, r in res.items()]
-        print(f"{f'{label}, {unit}':36}" + "".join(f"{v:>12}" for v in values))
-    print(f"{f'{STREAMS} streams of 50 chunks, s':36}" + "".join(f"{r['many_s']:12.2f}" for r in res.values()))
+        print(f"{f'{label}, {unit}':40}" + "".join(f"{v:>12}" for v in values))
+    print(f"{f'{STREAMS} streams of 50 chunks, s':40}" + "".join(f"{r['many_s']:12.2f}" for r in res.values()))
     lost = {n: r["many_lost"] for n, r in res.items() if n != "litellm"}  # LiteLLM writes chunks of its own
-    print(f"{'   incomplete streams':36}" + "".join(f"{x:12d}" for x in lost.values()))
+    print(f"{'   incomplete streams':40}" + "".join(f"{x:12d}" for x in lost.values()))
     missed += [f"{x} of {STREAMS} streams through '{n}' are incomplete" for n, x in lost.items() if x]
     if a.json:
         cpu = {n: {k: r[k] for k in ("cpu_s_per_call", "cpu_s_per_chunk")} for n, r in res.items() if n != "direct"}
