@@ -32,17 +32,19 @@ from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
 FIRST_BYTE_LIMIT_S, CHUNK_LIMIT_S, STREAMS = 1e-3, 50e-6, 256
-# `created` holds the server's clock in nanoseconds: CLOCK_MONOTONIC is the same in all processes of a machine.
-CHUNK = b'data: {"id":"c","object":"chat.completion.chunk","created":%020d,"model":"m","choices":[{"index":0,"delta":{"content":" word"},' \
+# `id` holds the server's clock in nanoseconds: CLOCK_MONOTONIC is the same in all processes of a machine.
+CHUNK = b'data: {"id":"%020d","object":"chat.completion.chunk","created":1,"model":"m","choices":[{"index":0,"delta":{"content":" word"},' \
         b'"finish_reason":null}]}\n\n'
 CHUNK_BYTES = len(CHUNK % 0)
 LONG_PROMPT = "make: *** No rule to make target 'all'.\n" * 2500  # 100 KB, some 30,000 tokens
-STAMP = re.compile(rb'"created":(\d{20})')
-END = b'data: {"id":"c","choices":[{"index":0,"delta":{},"finish_reason":"stop"}]}\n\n' \
-      b'data: {"id":"c","choices":[],"usage":{"prompt_tokens":9,"completion_tokens":9,"prompt_tokens_details":{"cached_tokens":0}}}\n\n' \
-      b"data: [DONE]\n\n"
-PLAIN = json.dumps({"choices": [{"index": 0, "message": {"role": "assistant", "content": "word " * 200}, "finish_reason": "stop"}],
-                    "usage": {"prompt_tokens": 9, "completion_tokens": 200}}).encode()
+STAMP = re.compile(rb'"id":"(\d{20})"')
+HEAD = b'data: {"id":"c","object":"chat.completion.chunk","created":1,"model":"m",'
+END = (HEAD + b'"choices":[{"index":0,"delta":{},"finish_reason":"stop"}]}\n\n'
+       + HEAD + b'"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":9,"total_tokens":18}}\n\n' + b"data: [DONE]\n\n")
+PLAIN = json.dumps({
+    "id": "c", "object": "chat.completion", "created": 1, "model": "m", "usage": {"prompt_tokens": 9, "completion_tokens": 200},
+    "choices": [{"index": 0, "message": {"role": "assistant", "content": "word " * 200}, "finish_reason": "stop"}],
+}).encode()
 
 
 async def server(port):
@@ -119,6 +121,8 @@ async def call(session, url, stream=False, n=0, pause=0.0, delays=None, prompt="
 
 def summary(values):
     v = sorted(values)
+    if not v:
+        return {"median_s": None, "p95_s": None, "n": 0}
     return {"median_s": statistics.median(v), "p95_s": v[int(0.95 * (len(v) - 1))], "n": len(v)}
 
 
@@ -159,7 +163,8 @@ async def measure(targets, rounds, chunks, pids):
                 out[name]["long"].append(total / chunks)
         for name, url in targets.items():
             cpu = cpu_s(name)
-            await call(session, url, stream=True, n=chunks, pause=0.002, delays=out[name]["single"])
+            # LiteLLM writes chunks of its own: when the server wrote what is in them is not known.
+            await call(session, url, stream=True, n=chunks, pause=0.002, delays=None if name == "litellm" else out[name]["single"])
             out[name]["cpu_s_per_chunk"] = (cpu_s(name) - cpu) / chunks
         for name, url in targets.items():
             t = time.perf_counter()
@@ -232,6 +237,7 @@ def main():
     report(res, a)
 
 
+SCALE = {"ms": 1e3, "us": 1e6}
 MEASURES = [  # key, label, unit, limit in seconds of what the proxy adds
     ("plain_first", "plain call, first byte", "ms", FIRST_BYTE_LIMIT_S),
     ("plain", "plain call, end", "ms", None),
@@ -242,26 +248,31 @@ MEASURES = [  # key, label, unit, limit in seconds of what the proxy adds
 ]
 
 
+def number(seconds, unit):
+    """A cell of the table, '-' for what is not known."""
+    return f"{'-':>12}" if seconds is None else f"{seconds * SCALE[unit]:12.3f}"
+
+
 def report(res, a):
     """Print the table, write it where asked, exit with 1 when a limit is missed."""
-    scale, rows, missed = {"ms": 1e3, "us": 1e6}, {}, []
+    rows, missed = {}, []
     print(f"{platform.machine()}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}, Python {platform.python_version()}; "
           f"{a.rounds} rounds, {a.chunks} chunks a stream, targets in turns")
     print(f"{'':40}" + "".join(f"{n:>12}" for n in res) + "".join(f"{n + ' adds':>14}{'ratio':>8}" for n in res if n != "direct"))
     for key, label, unit, limit in MEASURES:
         s = rows[key] = {n: summary(r[key]) for n, r in res.items()}
-        line = f"{f'{label}, median, {unit}':40}" + "".join(f"{v['median_s'] * scale[unit]:12.3f}" for v in s.values())
+        line = f"{f'{label}, median, {unit}':40}" + "".join(number(v["median_s"], unit) for v in s.values())
         for n, v in s.items():
-            if n == "direct":
+            if n == "direct" or v["median_s"] is None:
                 continue
             added = v["median_s"] - s["direct"]["median_s"]
-            line += f"{added * scale[unit]:14.3f}{v['median_s'] / s['direct']['median_s']:8.2f}"
+            line += f"{added * SCALE[unit]:14.3f}{v['median_s'] / s['direct']['median_s']:8.2f}"
             if n == "proxy" and limit and added > limit:
-                missed.append(f"{label}: {added * scale[unit]:.3f} {unit} added, limit {limit * scale[unit]:g} {unit}")
+                missed.append(f"{label}: {added * SCALE[unit]:.3f} {unit} added, limit {limit * SCALE[unit]:g} {unit}")
         print(line)
-        print(f"{'   95th percentile':40}" + "".join(f"{v['p95_s'] * scale[unit]:12.3f}" for v in s.values()))
+        print(f"{'   95th percentile':40}" + "".join(number(v["p95_s"], unit) for v in s.values()))
     for key, label, unit in [("cpu_s_per_call", "CPU time of a plain call", "ms"), ("cpu_s_per_chunk", "CPU time of a single chunk", "us")]:
-        values = ["-" if n == "direct" else f"{r[key] * scale[unit]:.3f}" for n, r in res.items()]
+        values = ["-" if n == "direct" else f"{r[key] * SCALE[unit]:.3f}" for n, r in res.items()]
         print(f"{f'{label}, {unit}':40}" + "".join(f"{v:>12}" for v in values))
     print(f"{f'{STREAMS} streams of 50 chunks, s':40}" + "".join(f"{r['many_s']:12.2f}" for r in res.values()))
     lost = {n: r["many_lost"] for n, r in res.items() if n != "litellm"}  # LiteLLM writes chunks of its own
