@@ -9,8 +9,8 @@ the first byte and to the end of a plain call; time to the first byte of a strea
 can (total time / chunks); the delay from the server's write to the client's read of chunks that come singly, 2 ms apart; the CPU time of
 the proxy per call and per single chunk; and 256 streams at once, of which every byte must arrive. The limits are 1 ms for the first byte
 and 50 microseconds per chunk, at the median. `relay` is a bare TCP relay in Python that reads and writes bytes and understands nothing:
-what any further process on the way costs on this machine. Exit code 1 when a limit is missed or a stream is not complete. Other work on the machine
-delays every hop between processes: look at the load that is printed, and at the CPU times, which it does not change.
+what any further process on the way costs on this machine. Exit code 1 when a limit is missed or a stream is not complete. Other work on
+the machine delays every hop between processes and cools the caches: look at the load that is printed.
 """
 
 import argparse
