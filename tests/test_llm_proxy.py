@@ -183,7 +183,8 @@ def test_later_null_usage_does_not_wipe_a_number():
 
 @pytest.mark.parametrize("obj", [
     [], 1, None, {"usage": []}, {"usage": {"prompt_tokens": "9", "prompt_tokens_details": "x"}}, {"choices": [None, 1]},
-    {"choices": {"a": 1}}, {"choices": [{"message": "text", "finish_reason": 1}]}, {"usage": {"prompt_tokens": True, "completion_tokens": 1.5}},
+    {"choices": {"a": 1}}, {"choices": [{"message": "text", "finish_reason": 1}]},
+    {"usage": {"prompt_tokens": True, "completion_tokens": 1.5}},
     {"error": 1}, {"response": {"usage": 3}}, {"delta": []}, {"message": {"usage": None}},
 ])
 def test_odd_replies_are_survived(obj):
