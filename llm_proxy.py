@@ -329,7 +329,7 @@ class CallKeys:
             calls.remove(call)
             if not calls:
                 del self.open[call["fingerprint"]]
-        elif call["waiting"] is waiting:
+        elif call["waiting"] == waiting:  # bound methods are new objects at every look
             call["waiting"] = None
 
 
