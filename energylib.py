@@ -202,25 +202,44 @@ def _parse_column(path, raw, words, starts, ends, name, line):
     return value
 
 
+ONES = 0xFFFFFFFFFFFFFFFF
 ZEROS, HIGH, SIXES = np.uint64(0x3030303030303030), np.uint64(0xF0F0F0F0F0F0F0F0), np.uint64(0x0606060606060606)
+THREES, LOW, TEN = np.uint64(0x3333333333333333), np.uint64(0x0F0F0F0F0F0F0F0F), np.uint64(10)
 PAIRS, LEFT, RIGHT = np.uint64(0x000000FF000000FF), np.uint64(0x000F424000000064), np.uint64(0x0000271000000001)
+FOUR, EIGHT, SIXTEEN, HALF = np.uint64(4), np.uint64(8), np.uint64(16), np.uint64(32)
 
 
 def _digits(word, length):
-    """Last `length` (0 to 8) of eight ASCII digits, little-endian in 64-bit words -> (float array, whether they are digits)."""
+    """Last `length` (0 to 8) of eight ASCII digits, little-endian in 64-bit words -> (float array, whether they are digits).
+
+    Changes `word`. One value comes back for a whole column of equal ones (the leading digits of times)."""
     if np.ndim(length) == 0:
-        keep = np.uint64((0xFFFFFFFFFFFFFFFF << (8 * (8 - int(length)))) & 0xFFFFFFFFFFFFFFFF)
+        keep = (ONES << (8 * (8 - int(length)))) & ONES
+        word &= np.uint64(keep)
+        word |= np.uint64(int(ZEROS) & ~keep & ONES)
     else:
-        keep = np.uint64(0xFFFFFFFFFFFFFFFF) << (8 * (8 - np.maximum(length, 1))).astype(np.uint64)
+        keep = np.uint64(ONES) << (8 * (8 - np.maximum(length, 1))).astype(np.uint64)
         keep = np.where(length > 0, keep, np.uint64(0))
-    word = (word & keep) | (ZEROS & ~keep)
-    if (word == word[0]).all():  # the leading digits of times
+        word = (word & keep) | (ZEROS & ~keep)
+    if word[0] == word[-1] and (word == word[0]).all():
         word = word[:1]
-    good = ((word & HIGH) == ZEROS) & (((word + SIXES) & HIGH) == ZEROS)
-    word = word - ZEROS
-    word = word * np.uint64(10) + (word >> np.uint64(8))  # pairs of digits, then fours, then all eight
-    value = (((word & PAIRS) * LEFT + ((word >> np.uint64(16)) & PAIRS) * RIGHT) >> np.uint64(32)).astype(np.float64)
-    return value, good
+    check = word + SIXES
+    check &= HIGH
+    check >>= FOUR
+    check |= word & HIGH
+    good = check == THREES
+    word &= LOW
+    tens = word * TEN  # pairs of digits, then fours, then all eight
+    word >>= EIGHT
+    word += tens
+    left = word & PAIRS
+    left *= LEFT
+    word >>= SIXTEEN
+    word &= PAIRS
+    word *= RIGHT
+    word += left
+    word >>= HALF
+    return word.astype(np.float64), good
 
 
 def _parse_slowly(path, data, header, picks, line):
@@ -282,7 +301,10 @@ class Energy:
 
 @dataclass
 class Samples:
-    """A samples.csv in memory. Times `t` (Unix) and `mono` per row, seconds; `domains`, `source` and `scope` per domain."""
+    """A samples.csv in memory. Times `t` (Unix) and `mono` per row, seconds; `domains`, `source` and `scope` per domain.
+
+    `flags`: what was wrong with the file ("gaps", "clock_step", "torn_last_line" …) and, once steps() or energy() has looked at
+    a counter, with that ("cpu0:wrapped", "gpu0:counter_reset" …)."""
 
     t: np.ndarray
     mono: np.ndarray
@@ -497,15 +519,17 @@ def _make_steps(samples, domain):
     if suffix is None:
         return _integrate_power(samples, domain)
     raw = samples.columns[domain + suffix]
-    rows = np.flatnonzero(np.isfinite(raw))
-    if len(rows) < len(raw):
+    there = np.isfinite(raw)
+    rows = slice(None)  # every row, without copying, is the usual case
+    if not there.all():
+        rows = np.flatnonzero(there)
         _flag(samples, f"{domain}:missing_cells")
     value, mono = raw[rows] * UNIT_J[suffix], samples.mono[rows]
     limit = 3 * info["power_limit_w"] if info.get("power_limit_w") else MAX_POWER_W[group(domain)]
     span = info.get("max_range_uj")
     span = span * 1e-6 if span and source == "rapl" else None
     rise, bad, keep = _unwrap(samples, domain, value, mono, limit, span)
-    total = np.cumsum(np.where(keep, rise, 0.0))
+    total = np.cumsum(rise if keep.all() else np.where(keep, rise, 0.0))
     # a value read again is no new step, and a counter that stands still has not counted zero joules
     point = keep if source == "model" else keep & ((rise > 0) | bad)
     if not keep.any():
@@ -533,15 +557,20 @@ def _make_steps(samples, domain):
         point[first] = known[first]
         sd = sd / np.sqrt(3)  # half-width of an even distribution -> standard deviation
         method = "edges" if point.any() and known[point].mean() > 0.5 else "linear"
-    i = np.flatnonzero(point)
-    t, j, sd = t[i], total[i], sd[i]
-    t = np.maximum.accumulate(t) if len(t) else t
-    lost = np.r_[0, np.cumsum(bad)][i + 1] if len(i) else np.empty(0)
-    last = np.r_[np.diff(t) > 0, True] if len(t) else np.empty(0, bool)  # of several steps at one time the last holds them all
-    t, j, sd, lost = t[last], j[last], sd[last], lost[last]
-    steps = Steps(t, j, sd, np.diff(lost) > 0, method)
-    _check_still(samples, domain, steps, mono[keep])
+    lost = np.cumsum(bad) if bad.any() else None
+    t, j, sd, lost = _pick(point, t, total, sd, lost)
+    if (np.diff(t) < 0).any():
+        t = np.maximum.accumulate(t)
+    # of several steps at one time the last holds them all
+    t, j, sd, lost = _pick(np.r_[np.diff(t) > 0, np.ones(min(1, len(t)), bool)], t, j, sd, lost)
+    steps = Steps(t, j, sd, np.zeros(max(0, len(t) - 1), bool) if lost is None else np.diff(lost) > 0, method)
+    _check_still(samples, domain, steps, mono if keep.all() else mono[keep])
     return steps
+
+
+def _pick(mask, *arrays):
+    """Each array where `mask` is true; None stays None, and nothing is copied when all of it is."""
+    return arrays if mask.all() else tuple(None if a is None else a[mask] for a in arrays)
 
 
 def _unwrap(samples, domain, value, mono, limit_w, span):
@@ -621,8 +650,10 @@ def _integrate_power(samples, domain):
     if not len(t):
         return Steps(np.empty(0), np.empty(0), np.empty(0), np.empty(0, bool), "linear")
     joules = np.r_[0.0, np.cumsum((w[1:] + w[:-1]) / 2 * np.diff(t))]
-    # the reading is an average over up to a second (Ampere and later), refreshed about every 0.1 s: its time is not known better
-    return Steps(t, joules, np.full(len(t), 0.1), np.zeros(max(0, len(t) - 1), bool), "linear")
+    # the reading may be an average over a second (Ampere and later): where power changes, its time is not known better than that
+    change = np.abs(np.interp(t + 0.5, t, w) - np.interp(t - 0.5, t, w))
+    sd = 0.005 + 0.25 * change / np.maximum(w, 1.0)
+    return Steps(t, joules, sd, np.zeros(max(0, len(t) - 1), bool), "linear")
 
 
 def _energy(s, t0, t1, calls, idle, call_power):
