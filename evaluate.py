@@ -221,7 +221,7 @@ def ratio_interval(num, den):
     if m < MIN_TASKS_BOOTSTRAP:
         half = t_quantile(0.5 + LEVEL / 2, m - 1) * se
         return Estimate(value, value - half, value + half, "t")
-    w = resamples(m)
+    w = resamples(m, RESAMPLES if m <= 200 else 499)  # with many tasks t* is all but normal, and fewer will do
     d = w @ den
     with np.errstate(divide="ignore", invalid="ignore"):
         r = (w @ num) / d
@@ -851,16 +851,16 @@ def rq2(group):
         columns[p] = np.sum([columns[f"{d}_{p}"] for d in group.domains], axis=0)
     for d in group.domains:
         columns[f"{d}_total"] = rows[f"{d}_total_j"].to_numpy(float)
-    total = rows["total_j"].to_numpy(float)
+    total, seconds, task_of = rows["total_j"].to_numpy(float), rows["total_s"].to_numpy(float), rows["task"].to_numpy(str)
     idle = [rows[f"{d}_idle_j"].to_numpy(float) for d in group.domains if d != "dram"]
     if idle:
         columns["idle"] = np.sum(idle, axis=0)
     columns["wasted"] = rows["wasted_j"].to_numpy(float)
 
     def block(index, task, policy, with_intervals):
-        row = {**group.head(), "task": task, "policy": policy, "n": len(index), "tasks": len(np.unique(rows["task"].to_numpy(str)[index]))}
-        row |= {"total_j": float(total[index].mean()), "total_s": mean_or_none(rows["total_s"].to_numpy(float)[index])}
-        codes = np.unique(rows["task"].to_numpy(str)[index], return_inverse=True)[1]
+        row = {**group.head(), "task": task, "policy": policy, "n": len(index), "tasks": len(np.unique(task_of[index]))}
+        row |= {"total_j": float(total[index].mean()), "total_s": mean_or_none(seconds[index])}
+        codes = np.unique(task_of[index], return_inverse=True)[1]
         for name, values in columns.items():
             v = values[index]
             use = np.isfinite(v)
@@ -1022,24 +1022,21 @@ def policy_difference(a, b):
 # ------------------------------------------------------------------------------------------- retry budget and cut-off
 
 
-def retry_task(success, energy, k):
-    """(probability of a success, expected joules) when the attempts are drawn in random order and stop at the first success.
+def retry_curve(success, energy, most=MAX_RETRIES):
+    """(probability of a success, expected joules) for k = 1, 2, ... attempts, drawn in random order, stopping at the first success.
 
-    None when k exceeds the number of attempts: what a further attempt would have done is not known.
+    Ends at the number of attempts: what a further one would have done is not known.
     """
     n, c = len(success), int(np.sum(success))
-    if k > n or k < 1:
-        return None
     fails = n - c
     good = float(np.mean(energy[success])) if c else 0.0
     bad = float(np.mean(energy[~success])) if fails else 0.0
-    expected, reach = 0.0, 1.0  # reach: probability that the first j attempts all failed, C(fails, j) / C(n, j)
-    for j in range(k):
-        expected += reach * (c * good + (fails - j) * bad) / (n - j)
-        reach *= (fails - j) / (n - j)
-        if reach == 0:
-            break
-    return 1 - reach, expected
+    expected, reach, curve = 0.0, 1.0, []  # reach: probability that the first j attempts all failed, C(fails, j) / C(n, j)
+    for j in range(min(n, most)):
+        expected += reach * (c * good + (fails - j) * bad) / (n - j) if reach else 0.0
+        reach *= (fails - j) / (n - j) if reach else 0.0
+        curve.append((1 - reach, expected))
+    return curve
 
 
 def retry_budget(group):
@@ -1050,9 +1047,9 @@ def retry_budget(group):
         r = rows[rows["policy"] == policy]
         success, energy = (r["outcome"] == "success").to_numpy(), r["total_j"].to_numpy(float)
         cells = [np.asarray(i) for _, i in sorted(r.groupby("task", sort=True).indices.items())]
-        for k in range(1, min(max(map(len, cells)), MAX_RETRIES) + 1):
-            found = [x for x in (retry_task(success[i], energy[i], k) for i in cells) if x is not None]
-            p, e = (np.array(v) for v in zip(*found, strict=True))
+        curves = [retry_curve(success[i], energy[i]) for i in cells]
+        for k in range(1, max(map(len, curves)) + 1):
+            p, e = (np.array(v) for v in zip(*(x[k - 1] for x in curves if len(x) >= k), strict=True))
             m = np.ones(len(p))
             row = {**group.head(), "policy": policy, "k": k, "tasks": len(p), "tasks_with_fewer_attempts": len(cells) - len(p)}
             row |= columns("success_within_k", rate_interval(p, m) if set(np.unique(p)) <= {0.0, 1.0} else ratio_interval(p, m).clip(0, 1))

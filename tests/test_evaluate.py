@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import re
+import subprocess
 import sys
 
 import numpy as np
@@ -197,9 +198,9 @@ def test_retry_budget_is_the_mean_over_all_orders(outcomes):
                     break
             won.append(any(success[i] for i in order[:k]))
             spent.append(used)
-        p, e = ev.retry_task(success, energy, k)
+        p, e = ev.retry_curve(success, energy)[k - 1]
         assert p == pytest.approx(np.mean(won)) and e == pytest.approx(np.mean(spent))
-    assert ev.retry_task(success, energy, len(success) + 1) is None
+    assert len(ev.retry_curve(success, energy)) == len(success)
 
 
 def test_retries_leave_out_tasks_with_fewer_attempts_and_say_so(tmp_path):
@@ -481,6 +482,19 @@ def test_only_numpy_pandas_and_matplotlib_are_imported(repo):
     text = (repo / "evaluate.py").read_text()
     found = set(re.findall(r"^\s*(?:from|import) (\w+)", text, re.M))
     assert found - set(sys.stdlib_module_names) == {"numpy", "pandas", "matplotlib"}
+
+
+def test_every_column_that_is_read_is_one_that_the_aligner_writes():
+    import align_trial
+
+    assert not {*ev.TEXT, *ev.TEXT_OPTIONAL, *ev.NUMBERS, *ev.NUMBERS_OPTIONAL} - set(align_trial.COLUMNS)
+
+
+def test_the_committed_synthetic_table_is_evaluated_from_the_command_line(tmp_path, repo):
+    table = repo / "tests/data/trials/synthetic_quickstart.csv"
+    command = [sys.executable, repo / "evaluate.py", "--trials", table, "--out", tmp_path / "deep/eval"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stderr == "" and "synthetic" in (tmp_path / "deep/eval/report.html").read_text()
 
 
 def test_help_has_an_example(capsys):
