@@ -8,9 +8,9 @@ git config user.name "Robin"
 git config user.email "robin@example.org"
 n=0
 commit() {
-  n=$((n + 1))
-  git add -A
-  GIT_AUTHOR_DATE="2025-03-0$n 10:00:00 +0000" GIT_COMMITTER_DATE="2025-03-0$n 10:00:00 +0000" git commit -q -m "$1"
+	n=$((n + 1))
+	git add -A
+	GIT_AUTHOR_DATE="2025-03-0$n 10:00:00 +0000" GIT_COMMITTER_DATE="2025-03-0$n 10:00:00 +0000" git commit -q -m "$1"
 }
 printf 'print("service")\n' >app.py
 printf '[limits]\nrequests = 10\ntimeout = 5\n' >config/limits.ini

@@ -19,6 +19,6 @@ Build 40001234567890109999 has 20 digits and stays, too.
 Contact: [EMAIL] and [EMAIL]; end of list.
 TEXT
 if diff /tmp/expected.txt /app/redacted.txt; then
-  echo "redacted.txt is right"
-  echo 1 >/logs/verifier/reward.txt
+	echo "redacted.txt is right"
+	echo 1 >/logs/verifier/reward.txt
 fi

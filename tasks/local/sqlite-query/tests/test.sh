@@ -8,9 +8,9 @@ Ines,134685
 Goran,132951
 Hana,74148'
 if [ "$(tr -d '\r' </app/top.csv)" = "$expected" ]; then
-  echo "top.csv is right"
-  echo 1 >/logs/verifier/reward.txt
+	echo "top.csv is right"
+	echo 1 >/logs/verifier/reward.txt
 else
-  printf 'expected\n%s\nfound\n' "$expected"
-  cat /app/top.csv
+	printf 'expected\n%s\nfound\n' "$expected"
+	cat /app/top.csv
 fi
