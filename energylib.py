@@ -112,7 +112,7 @@ def read_jsonl(path):
 
 
 def _read_columns(path, wanted):
-    """{column: float array} of a CSV, NaN for empty cells; `wanted(name)` says which columns. Second value: flags.
+    """{column: float array} of a CSV, NaN for empty cells; `wanted(name, header)` says which columns. Second value: flags.
 
     Reads in chunks and parses a column of numbers at a time: a day of ten counters at 10 Hz is 400 MB of text."""
     flags, blocks, line = [], [], 2
@@ -121,7 +121,7 @@ def _read_columns(path, wanted):
         if not first.endswith(b"\n"):
             raise DataError(f"{path}: found {'no line' if not first else 'a torn header'}, expected the header t,mono,... and rows")
         header = [name.strip().strip('"') for name in first.decode("utf-8", "replace").split(",")]
-        picks = [(i, name) for i, name in enumerate(header) if wanted(name)]
+        picks = [(i, name) for i, name in enumerate(header) if wanted(name, header)]
         rest = b""
         while True:
             block = f.read(CHUNK_BYTES)
@@ -312,6 +312,8 @@ class Samples:
     meta: dict
     flags: list
     path: str = ""
+    count: int = 0
+    moved: np.ndarray | None = None
     domains: list = field(default_factory=list)
     source: dict = field(default_factory=dict)
     scope: dict = field(default_factory=dict)
@@ -364,6 +366,17 @@ class Samples:
             return mono + np.median(offset)
         row = np.clip(np.searchsorted(self.mono, mono, "right") - 1, 0, len(offset) - 1)
         return mono + offset[row]
+
+    def power_w(self, domain):
+        """Power readings of a GPU per row (W, NaN where there is none), read from the file now; None without such a column."""
+        name = f"{domain}_w"
+        if name in self.columns:
+            return self.columns[name]
+        found = _read_columns(self.path, lambda column, header: column == name)[0] if self.path else {}
+        if name not in found:
+            return None
+        values = found[name][: self.count]
+        return values if self.moved is None else values[self.moved]
 
     def steps(self, domain):
         """The counter's step table (Steps); made once per domain. KeyError for a domain the file does not have."""
@@ -441,11 +454,12 @@ def read_samples(path, meta=None):
     Takes BOM, CRLF, a torn last line, missing cells, duplicate and out-of-order rows; what it mended is in `.flags`.
     Raises DataError when there is no usable row or column, OSError when the file cannot be read."""
     path = Path(path)
-    columns, flags = _read_columns(path, lambda name: name in ("t", "mono") or _known(name))
+    columns, flags = _read_columns(path, _needed)
     if "t" not in columns:
         raise DataError(f"{path}: line 1: found no column t, expected a header 't,mono,...' as sampler.py writes it")
     t = columns.pop("t")
     mono = columns.pop("mono", t)
+    count, moved = len(t), None
     ok = np.isfinite(t) & np.isfinite(mono)
     if not ok.any():
         raise DataError(f"{path}: found no row, expected at least one; the sampler died before its first reading (see its log)")
@@ -465,9 +479,10 @@ def read_samples(path, meta=None):
     if len(order) < len(t) or np.any(np.diff(order) != 1):
         t, mono = t[order], mono[order]
         columns = {name: values[order] for name, values in columns.items()}
+        moved = order
     if np.any(np.abs(np.diff(t - mono)) > CLOCK_STEP_S):
         flags.append("clock_step")
-    samples = Samples(t, mono, columns, _read_meta(path, meta, flags), flags, str(path))
+    samples = Samples(t, mono, columns, _read_meta(path, meta, flags), flags, str(path), count, moved)
     counters = samples.meta.get("counters") or {}
     for name in columns:
         match = COUNTER.match(name)
@@ -485,8 +500,11 @@ def read_samples(path, meta=None):
     return samples
 
 
-def _known(name):
-    return bool(COUNTER.match(name) or re.match(r"^gpu\d+_(edge|edge_err|w)$", name))
+def _needed(name, header):
+    """Times, counters, edges; power only where it is the counter (else it is read when a counter is in doubt)."""
+    if name.startswith("gpu") and name.endswith("_w"):
+        return bool(re.match(r"^gpu\d+_w$", name)) and name[:-2] + "_mj" not in header
+    return name in ("t", "mono") or bool(COUNTER.match(name) or re.match(r"^gpu\d+_(edge|edge_err)$", name))
 
 
 def _read_meta(path, meta, flags):
@@ -627,7 +645,7 @@ def _check_still(samples, domain, steps, mono):
     end = steps.t[-1] if len(steps.t) else mono[0]
     if len(mono) and mono[-1] - end > long:
         _flag(samples, f"{domain}:counter_stuck")
-    power = samples.columns.get(f"{domain}_w")
+    power = samples.power_w(domain) if len(gap) and group(domain) == "gpu" else None
     for g in gap:
         a, b = np.searchsorted(samples.mono, [steps.t[g], steps.t[g + 1]])
         inside = (mono > steps.t[g]) & (mono < steps.t[g + 1])
