@@ -505,6 +505,7 @@ def make_task(root, environment="", dockerfile="FROM debian:bookworm-slim\nWORKD
 
 
 @pytest.mark.integration
+@pytest.mark.timeout(900)
 @needs_namespaces
 def test_a_task_sees_neither_solution_nor_runner_and_no_network_unless_it_asks(tmp_path):
     solve = f"ls -d {REPO} {tmp_path} /tests {Path.home()}/.cache 2>/dev/null >/app/seen\ncat /proc/net/dev | sed 1,2d | cut -d: -f1 | xargs >/app/net\n"
@@ -523,6 +524,7 @@ def test_a_task_sees_neither_solution_nor_runner_and_no_network_unless_it_asks(t
 
 
 @pytest.mark.integration
+@pytest.mark.timeout(900)
 @needs_namespaces
 def test_a_task_whose_programs_are_missing_fails_with_the_command(tmp_path):
     task = make_task(tmp_path, dockerfile="FROM debian\nRUN apt-get install -y no-such-package-1\n")
@@ -532,6 +534,7 @@ def test_a_task_whose_programs_are_missing_fails_with_the_command(tmp_path):
 
 
 @pytest.mark.integration
+@pytest.mark.timeout(900)
 @needs_namespaces
 def test_kill_9_of_harbor_leaves_nothing(tmp_path):
     mark = f"sleep 97{os.getpid() % 1000:03d}"

@@ -144,6 +144,7 @@ def reward(result):
 
 
 @pytest.mark.integration
+@pytest.mark.timeout(900)
 @needs_namespaces
 def test_reference_solutions_pass_and_doing_nothing_fails(tmp_path):
     solved = harbor(tmp_path / "oracle", "-a", "oracle", "-e", "local_env:LocalEnvironment")
@@ -175,6 +176,7 @@ def recordings_numbered(nn, tasks):
 
 
 @pytest.mark.integration
+@pytest.mark.timeout(900)
 @needs_namespaces
 @pytest.mark.parametrize("nn", ["01", "02", "03"])
 def test_recordings_end_as_they_say(tmp_path, nn):
@@ -187,6 +189,7 @@ def test_recordings_end_as_they_say(tmp_path, nn):
 
 
 @pytest.mark.integration
+@pytest.mark.timeout(900)
 @needs_namespaces
 @pytest.mark.parametrize("nn", ["01", "02"])
 def test_summaries_at_2k_fire_in_the_quickstart_and_change_no_outcome(tmp_path, nn):
@@ -197,6 +200,7 @@ def test_summaries_at_2k_fire_in_the_quickstart_and_change_no_outcome(tmp_path, 
 
 
 @pytest.mark.integration
+@pytest.mark.timeout(900)
 def test_tasks_build_and_pass_in_docker(tmp_path):
     if not shutil.which("docker") or subprocess.run(["docker", "compose", "version"], capture_output=True).returncode:
         pytest.skip("NO DOCKER HERE (docker with compose): the tasks' images were not tried")
