@@ -1,9 +1,9 @@
 """A Harbor environment without Docker: Linux namespaces over the machine's own programs.
 
-    harbor run -p tasks/local/hello-file -a oracle -e local_env:LocalEnvironment        # PYTHONPATH = this folder
+    harbor run -p tasks/local/python-bug -a oracle -e local_env:LocalEnvironment        # PYTHONPATH = this folder
     python local_env.py --check                     # does it work here, and with which limits?
     python local_env.py --check tasks/local/*       # ... and are the programs there that these tasks need?
-    python local_env.py --run tasks/local/hello-file 'ls -la; ip addr'      # one command in a task's fresh environment
+    python local_env.py --run tasks/local/python-bug 'ls -la; ip addr'      # one command in a task's fresh environment
 
 A trial gets a root of its own: /usr, /bin, /lib and /var/lib/dpkg of the machine through overlayfs (changes go to a
 tmpfs and vanish), a copy of the world-readable part of /etc, and nothing else. /home, /root, /tmp, /run, /opt, /srv,
@@ -20,7 +20,7 @@ machine". Options, each as `--ek name=value`:
 Network: a private one with nothing but `lo`, unless task.toml says network_mode = "public" in so many words; then the
 task shares the machine's network, its loopback included.
 
-Privileges: complete as root. In an unprivileged user namespace there is one user (root), so `user`, `chown` to others
+As root everything works. In an unprivileged user namespace there is one user (root), so `user`, `chown` to others
 and apt do not work. CPU and memory limits of the task are enforced by cgroup v2 where one is writable, else by
 CPU affinity and by RLIMIT_DATA per process; which one is said once. Like a container with dropped capabilities it keeps
 an agent from harming the machine by accident; it is no fortress against hostile code (no seccomp filter).
