@@ -1,0 +1,121 @@
+"""Does the sampler slow the server down? Does forcing a recorded reply? Interleaved pairs of one request, with and without, on a real GPU server.
+
+    python bench/gpu_pairs.py --url http://127.0.0.1:8000 --what sampler --pairs 60 --out bench/h200_pairs_sampler.csv
+    python bench/gpu_pairs.py --url http://127.0.0.1:8000 --what force   --pairs 30 --out bench/h200_pairs_force.csv   # vLLM with servers.force_reply
+
+One streamed request of exactly --tokens output tokens on a prompt that is cached; time per token = (last token - first token) / (tokens - 1).
+`sampler`: the sampler process runs all the while and is stopped (SIGSTOP) for the requests without it. `force`: the reply's token ids are given
+(those that the first request returned). Order within a pair is random. Prints the mean of the paired differences in percent of the time per
+token, with its 95 % interval (t), and writes every pair. A benchmark: it reports, it passes no judgement.
+"""
+
+import argparse
+import csv
+import http.client
+import json
+import math
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.parse
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+
+def request(url, body):
+    """(seconds from the first token to the last, seconds to the first token, token ids or None) of one streamed completion."""
+    where = urllib.parse.urlsplit(url)
+    connection = http.client.HTTPConnection(where.hostname, where.port, timeout=300)
+    t0 = time.monotonic()
+    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    response = connection.getresponse()
+    if response.status != 200:
+        raise SystemExit(f"gpu_pairs: {url} answered {response.status}: {response.read(300)!r}")
+    first = last = None
+    ids, usage = [], None
+    for line in response:
+        if not line.startswith(b"data: {"):
+            continue
+        now = time.monotonic()
+        event = json.loads(line[6:])
+        usage = event.get("usage") or usage
+        if event.get("choices"):
+            ids += event["choices"][0].get("token_ids") or []
+            first = first or now
+            last = now
+    connection.close()
+    if usage["completion_tokens"] != body["max_tokens"]:
+        raise SystemExit(f"gpu_pairs: {usage['completion_tokens']} tokens came, {body['max_tokens']} were asked for")
+    return last - first, first - t0, ids
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--url", required=True)
+    p.add_argument("--what", choices=["sampler", "force"], required=True)
+    p.add_argument("--pairs", type=int, default=60)
+    p.add_argument("--tokens", type=int, default=256)
+    p.add_argument("--context", type=int, default=1024, help="prompt tokens")
+    p.add_argument("--out", type=Path, required=True)
+    a = p.parse_args()
+    from servers import adapter
+
+    name, _ = adapter.get("vllm", a.url).model()
+    random.seed(1)
+    prompt = [random.randrange(1000, 40000) for _ in range(a.context)]
+    body = {"model": name, "prompt": prompt, "stream": True, "stream_options": {"include_usage": True}, "temperature": 0, "max_tokens": a.tokens}
+    body |= {"ignore_eos": True, "min_tokens": a.tokens, "return_token_ids": True}
+    for _ in range(3):
+        _, _, ids = request(a.url, body)
+    sampler = None
+    if a.what == "sampler":
+        folder = tempfile.mkdtemp()
+        sampler = subprocess.Popen([sys.executable, str(ROOT / "sampler.py"), "-o", f"{folder}/samples.csv"])
+        time.sleep(5)  # it has learned the counters' phases
+    elif len(ids) < a.tokens:
+        raise SystemExit("gpu_pairs: the server returned no token ids; --what force needs them (vLLM: return_token_ids)")
+    rows = []
+    try:
+        for pair in range(a.pairs):
+            took = {}
+            for on in random.sample([False, True], 2):
+                if sampler:
+                    sampler.send_signal(signal.SIGCONT if on else signal.SIGSTOP)
+                    time.sleep(1.0)  # a sampler that goes on finds its steps again
+                extra = {}
+                if a.what == "force" and on:
+                    # the last token is the processor's own: it lets only an end of reply through, which ignore_eos keeps out of the way
+                    extra = {"vllm_xargs": {"forced_reply": ",".join(map(str, ids[: a.tokens]))}}
+                decode_s, first_s, _ = request(a.url, {**body, **extra})
+                took[on] = decode_s / (a.tokens - 1)
+                rows.append({"pair": pair, "on": int(on), "time_per_token_ms": decode_s / (a.tokens - 1) * 1e3, "time_to_first_token_ms": first_s * 1e3})
+            if pair % 10 == 9:
+                print(f"gpu_pairs: {pair + 1}/{a.pairs} pairs", file=sys.stderr)
+    finally:
+        if sampler:
+            sampler.send_signal(signal.SIGCONT)
+            sampler.terminate()
+            sampler.wait()
+    tmp = a.out.with_suffix(f".tmp{os.getpid()}")
+    with open(tmp, "w", newline="") as f:
+        w = csv.DictWriter(f, list(rows[0]), lineterminator="\n")
+        w.writeheader()
+        w.writerows(rows)
+    os.replace(tmp, a.out)
+    of = {(r["pair"], r["on"]): r["time_per_token_ms"] for r in rows}
+    change = [100 * (of[i, 1] / of[i, 0] - 1) for i in range(a.pairs)]
+    half = 1.96 * statistics.stdev(change) / math.sqrt(len(change)) * (1 + 1 / len(change))  # t is close to normal at 30 pairs and more
+    off = statistics.median(of[i, 0] for i in range(a.pairs))
+    print(f"{a.what}: {off:.4f} ms per token without; with it {statistics.mean(change):+.4f} % (95 % interval +-{half:.4f} %), median "
+          f"{statistics.median(change):+.4f} %, {a.pairs} pairs of {a.tokens} tokens")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
