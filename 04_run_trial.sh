@@ -4,7 +4,7 @@
 #
 #   bash 04_run_trial.sh TASK POLICY REP [RECORDING]
 #   bash 04_run_trial.sh terminal-bench@2.0/fix-git summarize-8k 1
-#   PROFILE=cpu-smollm2 bash 04_run_trial.sh log-analysis summarize-2k 1 tasks/recordings/log-analysis/01-solve.json
+#   PROFILE=cpu-smollm2 bash 04_run_trial.sh log-report summarize-2k 1 tasks/recordings/log-report/01-solve.json
 #
 # TASK is a folder, a name in TASKS_DIR, or DATASET@VERSION/NAME. POLICY: summarize-off, summarize-<N>k (once the history exceeds N x 1024
 # tokens), summarize-on (the agent's default). With MODE=replay the proxy answers from RECORDING (default: the task's recordings in turn).
