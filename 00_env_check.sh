@@ -50,14 +50,11 @@ else
 	note "no Docker engine: tasks run in Linux namespaces (local_env.py), which suits the local tasks only"
 fi
 if [[ $kind == local_env ]]; then
-	for command in tmux unshare setpriv ip; do
-		command -v "$command" >/dev/null || missing "$command" "PROFILE=$PROFILE bash 01_setup.sh (as root), or apt-get install -y tmux util-linux iproute2"
-	done
 	command -v asciinema >/dev/null || note "no asciinema: trajectories have no terminal recording, command times come from the agent's log (apt-get install -y asciinema)"
-	if [[ $(id -u) == 0 ]] || unshare --user --map-root-user --mount true 2>/dev/null; then
-		ok "namespaces ($([[ $(id -u) == 0 ]] && echo "as root" || echo "unprivileged"))"
+	if says=$("$PY" local_env.py --check 2>&1); then
+		while read -r line; do ok "$line"; done <<<"$says"
 	else
-		missing "user namespaces" "sudo sysctl kernel.unprivileged_userns_clone=1 kernel.apparmor_restrict_unprivileged_userns=0, or run as root"
+		missing "namespaces for the tasks" "$says"
 	fi
 fi
 

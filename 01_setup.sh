@@ -122,7 +122,7 @@ esac
 
 # System packages: what stages and local_env.py call. Inside containers the images bring their own.
 missing=()
-for command in curl:curl git:git tmux:tmux asciinema:asciinema flock:util-linux unshare:util-linux ip:iproute2 setpriv:util-linux make:make gcc:gcc; do
+for command in curl:curl git:git tmux:tmux asciinema:asciinema flock:util-linux unshare:util-linux setpriv:util-linux make:make gcc:gcc python3:python3 sqlite3:sqlite3; do
 	command -v "${command%%:*}" >/dev/null || missing+=("${command##*:}")
 done
 if ((${#missing[@]})); then

@@ -18,8 +18,7 @@ llamacpp)
 vllm)
 	export VLLM_SERVER_DEV_MODE=1 # without it there is no cache reset
 	read -ra more <<<"$VLLM_ARGS"
-	# replayed trajectories: vLLM is made to emit the recorded reply, so that its cache holds what the next call repeats
-	[[ $MODE != replay ]] || more+=(--logits-processors servers.force_reply:ForceReply)
+	[[ $MODE != replay || $REPLAY_MODE != force ]] || more+=(--logits-processors servers.force_reply:ForceReply)
 	if [[ $LOAD_FORMAT == random ]]; then # weights like a real checkpoint's, see servers/vllm_plugins
 		export PYTHONPATH=$ROOT/servers/vllm_plugins:$PYTHONPATH
 		LOAD_FORMAT=dummy

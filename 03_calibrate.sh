@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # Calibrates the energy of a model call: idle power with the model loaded, the microbenchmark under the sampler (the agent's own transport,
 # through the proxy), append cells that validate the model, then calibrate.py.
-# Needs a running server (02_serve_vllm.sh) and, for the bare-idle power, data/calib/idle_bare.csv, taken before the server was started:
+# Needs a running server (02_serve_vllm.sh) and, for the bare-idle power, DATA_DIR/calib/idle_bare.csv, taken before the server was started:
 #
 #   bash 03_calibrate.sh --idle-bare     # no server running: the bare-idle baseline, IDLE_S seconds
 #   bash 03_calibrate.sh                 # everything else; interrupted, it goes on from there
-#   FORCE=1 bash 03_calibrate.sh         # anew; the old calibration moves to data/calib.<time> and results/calib.<time>
+#   FORCE=1 bash 03_calibrate.sh         # anew; the old calibration moves to calib.<time>
 #
-# Leaves data/calib/ (idle_bare, idle_loaded, samples, calls, append_calls) and results/calib/ (params.json, calls_energy.csv, figures).
+# Leaves DATA_DIR/calib/ (idle_bare, idle_loaded, samples, calls, append_calls) and RESULTS_DIR/calib/ (params.json, calls_energy.csv, figures).
 source "$(dirname "$0")/common.sh"
 [[ $# -eq 0 || $* == --idle-bare ]] || die "unknown arguments '$*' (see --help)" 2
 need_venv

@@ -8,8 +8,8 @@
 #
 # TASK is a folder, a name in TASKS_DIR, or DATASET@VERSION/NAME. POLICY: summarize-off, summarize-<N>k (once the history exceeds N x 1024
 # tokens), summarize-on (the agent's default). With MODE=replay the proxy answers from RECORDING (default: the task's recordings in turn).
-# Leaves data/traj/<task>__<policy>__r<rep>/ with trial.json written last. A finished trajectory is kept; an unfinished one is moved to
-# data/traj_unfinished/ and run again. Exit code 0: measured (whatever the reward), 3: infrastructure failed, 2: bad input.
+# Leaves DATA_DIR/traj/<task>__<policy>__r<rep>/ with trial.json written last. A finished trajectory is kept; an unfinished one is moved to
+# DATA_DIR/traj_unfinished/ and run again. Exit code 0: measured (whatever the reward), 3: infrastructure failed, 2: bad input.
 source "$(dirname "$0")/common.sh"
 [[ $# -ge 3 && $# -le 4 ]] || die "expected TASK POLICY REP [RECORDING], got $# argument(s) (see --help)" 2
 TASK=$1 POLICY=$2 REP=$3
@@ -48,7 +48,7 @@ if ! adapter reset; then
 	warn "a server of this kind has no cache reset: $NAME may start with cached prompts, which its cached_tokens show"
 fi
 proxy_args=(--trial "$NAME")
-[[ -z $RECORDING ]] || proxy_args+=(--replay "$RECORDING")
+[[ -z $RECORDING ]] || proxy_args+=(--replay "$RECORDING" --replay-mode "$REPLAY_MODE")
 start_proxy "$DIR/calls.jsonl" "$DIR/logs/proxy.log" "${proxy_args[@]}"
 start_sampler "$DIR/samples.csv" "$DIR/logs/sampler.log"
 

@@ -5,7 +5,7 @@
 #   bash 05_oracle_check.sh tasks/local.txt
 #   FORCE=1 ENVIRONMENT=local_env bash 05_oracle_check.sh tasks/local.txt
 #
-# Leaves oracle_ok.txt and oracle_times.csv in ORACLE_DIR (tasks/) and Harbor's folders in data/oracle/. Exit code 1 when no task works.
+# Leaves oracle_ok.txt and oracle_times.csv in ORACLE_DIR and Harbor's folders in DATA_DIR/oracle/. Exit code 1 when no task works.
 source "$(dirname "$0")/common.sh"
 [[ $# -eq 1 ]] || die "expected one task list, got $# argument(s) (see --help)" 2
 need_venv

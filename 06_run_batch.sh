@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Loaded-idle baseline, then every task x policy x repetition through 04_run_trial.sh. Needs a running server (02_serve_vllm.sh).
-# The plan is written first (data/traj/plan.csv) and the order interleaves repetitions. Resumable: what is finished is kept, so after any
+# The plan is written first (DATA_DIR/traj/plan.csv) and the order interleaves repetitions. Resumable: what is finished is kept, so after any
 # interruption the same command goes on. Infrastructure failures are not the agent's: they are run once more at the end, and the batch stops
 # after MAX_INFRA_FAILURES in a row.
 #

@@ -706,7 +706,6 @@ def mismatch(params, trial, folder):
 
     The trial's hardware is what trial.json says or, in the calibration's own words, what its sidecar of the counters says.
     """
-    import calibrate
 
     unchecked = False
     for key in ("hardware", "model"):
@@ -717,7 +716,7 @@ def mismatch(params, trial, folder):
         names = {plain(found, key)}
         meta = read_json(Path(folder) / "samples.meta.json")[0]
         if key == "hardware" and isinstance(meta, dict):
-            names.add(plain(calibrate.hardware_name(meta), key))
+            names.add(plain(energylib.hardware_name(meta), key))
         if plain(want, key) not in names:
             return f"{key} is {want!r} in the calibration and {found!r} in the trial", unchecked
     return None, unchecked

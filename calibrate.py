@@ -371,20 +371,6 @@ def cell_label(name):
     return f"{'+'.join(sizes)}/{output} {state}"
 
 
-def hardware_name(meta):
-    """The machine in words, from the sampler's sidecar: GPUs and CPU; "unknown" when it names neither."""
-    found = {}
-    for column, counter in (meta.get("counters") or {}).items():
-        if str(counter.get("source")).startswith("nvml") and counter.get("name"):
-            found[column.partition("_")[0]] = counter["name"]
-    names = list(found.values())
-    parts = [f"{names.count(name)}x {name}" for name in sorted(set(names))]
-    host = meta.get("host") or {}
-    if host.get("cpu"):
-        parts.append(str(host["cpu"]) + (f" ({host['logical_cpus']} logical CPUs)" if host.get("logical_cpus") else ""))
-    return "; ".join(parts) or "unknown"
-
-
 # ---- idle ----
 
 
@@ -732,7 +718,7 @@ def calibrate(samples_path, calls_path, idle_loaded=None, idle_bare=None, append
         if path:
             params["inputs"][name] = {"path": str(path), "sha256": energylib.sha256(path)}
     served = sorted({m for m in calls["model"] if isinstance(m, str)})
-    params["hardware"] = hardware or hardware_name(samples.meta)
+    params["hardware"] = hardware or energylib.hardware_name(samples.meta)
     params["model"] = model or (", ".join(served) if served else None)
     params["transport"] = ", ".join(sorted({t for t in calls["transport"] if isinstance(t, str)})) or None
     params["range"] = {

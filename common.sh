@@ -54,12 +54,14 @@ verify_config() {
 	local number='[0-9]+([.][0-9]+)?' list='[0-9]+(,[0-9]+)*' name
 	setting SERVER_KIND 'vllm|llamacpp|openai' 'vllm, llamacpp or openai'
 	setting MODE 'live|replay' 'live or replay'
+	setting REPLAY_MODE 'putback|force' 'putback or force'
 	setting ENVIRONMENT 'auto|docker|local_env' 'auto, docker or local_env'
 	setting CALIB_TRANSPORT 'chat|completions' 'chat or completions'
 	for name in PORT PROXY_PORT MAX_MODEL_LEN TENSOR_PARALLEL SERVER_SLOTS CALIB_REPS BATCH_SEED MAX_INFRA_FAILURES MIN_FREE_MB MAX_OUTPUT_TOKENS; do
 		setting "$name" '[0-9]+' 'a whole number'
 	done
 	for name in SAMPLER_HZ IDLE_S BATCH_IDLE_S CALIB_QUIET_S SERVER_READY_S LLM_TIMEOUT_S TRIAL_DEADLINE_S; do setting "$name" "$number" 'a number'; done
+	[[ $REPLAY_MODE != force || $SERVER_KIND == vllm ]] || die "setting REPLAY_MODE='force': only vLLM can be made to emit a reply; use putback" 2
 	for name in CALIB_CONTEXTS CALIB_OUTPUTS; do setting "$name" "$list" 'whole numbers with commas between them'; done
 	for name in APPEND_CACHED APPEND_UNCACHED APPEND_OUTPUTS; do setting "$name" "($list)?" 'whole numbers with commas between them, or nothing'; done
 	for name in MAX_TURNS AGENT_TIMEOUT_S; do setting "$name" '[0-9]*' 'a whole number, or nothing'; done

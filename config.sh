@@ -12,10 +12,11 @@ fi
 # shellcheck source=profiles/cpu-smollm2.sh
 source "$PROFILE_FILE"
 
-# Where things lie
-: "${DATA_DIR=data}"       # raw data: calib/, traj/
-: "${RESULTS_DIR=results}" # derived: calib/, trials.csv, eval/
-: "${ORACLE_DIR=tasks}"    # oracle_ok.txt, oracle_times.csv
+# Where things lie. data/ and results/ themselves hold the measurements that come with the repository; yours go beside them, never over them.
+PROFILE_NAME=$(basename "$PROFILE_FILE" .sh)
+: "${DATA_DIR=data/$PROFILE_NAME}"       # raw data: calib/, traj/
+: "${RESULTS_DIR=results/$PROFILE_NAME}" # derived: calib/, trials.csv, eval/
+: "${ORACLE_DIR=$DATA_DIR}"              # oracle_ok.txt, oracle_times.csv
 
 # The server
 : "${SERVER_KIND=vllm}"                            # vllm, llamacpp, or openai (a server that you start yourself)
@@ -55,6 +56,7 @@ source "$PROFILE_FILE"
 
 # Trajectories
 : "${MODE=live}"             # live: the served model acts; replay: the proxy answers from tasks/recordings
+: "${REPLAY_MODE=putback}"   # how a replay keeps the prefix cache as in a live run: putback (any server), force (vLLM emits the recorded reply)
 : "${ENVIRONMENT=auto}"      # docker, local_env (Linux namespaces), auto: docker when an engine answers
 : "${TASKS_DIR=tasks/local}" # where a bare task name is looked up
 : "${RECORDINGS_DIR=tasks/recordings}"

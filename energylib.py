@@ -52,6 +52,20 @@ class DataError(ValueError):
     """Bad input: the message names the file, the line or column, what was found, what was expected."""
 
 
+def hardware_name(meta):
+    """The machine in words, from the sampler's sidecar: GPUs and CPU; "unknown" when it names neither."""
+    found = {}
+    for column, counter in (meta.get("counters") or {}).items():
+        if str(counter.get("source")).startswith("nvml") and counter.get("name"):
+            found[column.partition("_")[0]] = counter["name"]
+    names = list(found.values())
+    parts = [f"{names.count(name)}x {name}" for name in sorted(set(names))]
+    host = meta.get("host") or {}
+    if host.get("cpu"):
+        parts.append(str(host["cpu"]) + (f" ({host['logical_cpus']} logical CPUs)" if host.get("logical_cpus") else ""))
+    return "; ".join(parts) or "unknown"
+
+
 def group(domain):
     """'gpu', 'cpu' or 'dram' for a domain such as 'gpu0'."""
     return domain.rstrip("0123456789")

@@ -1216,7 +1216,8 @@ def main(argv=None):
     p.add_argument("--bodies", help="JSON lines with the requests and the text of the replies (large; prompts hold what the agent saw)")
     p.add_argument("--server-kind", choices=["vllm", "llamacpp", "openai"], default="openai", help="needed for --replay")
     p.add_argument("--replay", help="recording whose replies the agent gets")
-    p.add_argument("--replay-mode", choices=["auto", "putback", "force"], default="auto", help="auto: force on vllm, putback elsewhere")
+    p.add_argument("--replay-mode", choices=["putback", "force"], default="putback",
+                   help="force needs vLLM with servers.force_reply and slows its decode down (bench/gpu_pairs.py measures by how much)")
     p.add_argument("--record", help="write a recording of the run to this file")
     p.add_argument("--read-timeout", type=float, default=0,
                    help="seconds without a byte from the server after which a call is given up; 0: never")
@@ -1234,7 +1235,7 @@ def main(argv=None):
     if a.replay:
         from servers import adapter
 
-        mode = {"auto": "force" if a.server_kind == "vllm" else "putback"}.get(a.replay_mode, a.replay_mode)
+        mode = a.replay_mode
         try:
             replay = Replay(load_recording(a.replay), adapter.get(a.server_kind, a.upstream), mode)
         except ReplayError as e:

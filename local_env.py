@@ -47,6 +47,7 @@ import sys
 import tarfile
 import tempfile
 import time
+import tomllib
 from pathlib import Path
 
 INSIDE_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -748,8 +749,19 @@ def missing_packages(packages):
     return [p for p in packages if p not in installed and not all(shutil.which(c, path=INSIDE_PATH) for c in PACKAGE_COMMANDS.get(p, [p]))]
 
 
+def used_packages(packages, task):
+    """Those of an image's packages that a task uses: `packages` under [metadata] of its task.toml, else all. Images of many tasks share layers,
+    and a machine need not have what a task never calls."""
+    try:
+        declared = tomllib.loads((Path(task) / "task.toml").read_text()).get("metadata", {}).get("packages")
+    except (OSError, tomllib.TOMLDecodeError):
+        declared = None
+    return packages if declared is None else [p for p in packages if p in declared or p == "tmux"]
+
+
 def check_packages(packages, where):
-    """Raise LocalEnvError when the machine lacks packages of a task. asciinema may be missing (no recording then)."""
+    """Raise LocalEnvError when the machine lacks packages that a task uses. asciinema may be missing (no recording then)."""
+    packages = used_packages(packages, where)
     if missing := [p for p in missing_packages(packages) if p != "asciinema"]:
         raise LocalEnvError(f"{where}: this machine lacks {', '.join(missing)}: apt-get install -y {' '.join(missing)}, or {ADVICE}")
 

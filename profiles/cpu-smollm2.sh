@@ -10,9 +10,8 @@
 : "${SERVED_MODEL=smollm2}"
 : "${MAX_MODEL_LEN=8192}" # its training context
 : "${SERVER_READY_S=60}"
-: "${DATA_DIR=data/quickstart}" # apart from measurements that matter
+: "${DATA_DIR=data/quickstart}"
 : "${RESULTS_DIR=results/quickstart}"
-: "${ORACLE_DIR=data/quickstart}"
 : "${CPU_MODEL_W=0.74:3.50}" # W per logical CPU idle:busy, used only where RAPL cannot be read; see sampler.py --help for the source
 : "${IDLE_S=20}"
 : "${BATCH_IDLE_S=10}"

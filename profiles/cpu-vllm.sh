@@ -12,9 +12,6 @@
 : "${GPUS=none}"
 : "${VLLM_ARGS=--dtype bfloat16 --enforce-eager --block-size 32}" # eager starts in 30 s instead of 140 s and is no slower here; smaller blocks are refused on CPUs
 : "${SERVER_READY_S=300}"
-: "${DATA_DIR=data/cpu-vllm}"
-: "${RESULTS_DIR=results/cpu-vllm}"
-: "${ORACLE_DIR=data/cpu-vllm}"
 : "${CPU_MODEL_W=0.74:3.50}"
 : "${IDLE_S=20}"
 : "${BATCH_IDLE_S=10}"

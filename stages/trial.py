@@ -216,7 +216,7 @@ def finish(a):
     calib = Path(a.calib) / "params.json" if a.calib else None
     trial = {
         **request,
-        "hardware": hardware(meta),
+        "hardware": energylib.hardware_name(meta),
         "t_begin": a.t_begin,
         "t_end": a.t_end,
         "harbor_exit": a.harbor_exit,
@@ -231,16 +231,6 @@ def finish(a):
     (folder / "request.json").unlink()
     print(f"{request['trajectory']}: {'reward ' + str(trial['reward']) if not infra else 'not scored: ' + reason}")
     return 3 if infra else 0
-
-
-def hardware(meta):
-    """One line that names the measured hardware, from the sampler's sidecar: GPUs, else the CPU. The same text is what params.json holds for."""
-    import energylib
-
-    if hasattr(energylib, "hardware_name"):
-        return energylib.hardware_name(meta)
-    gpus = [c.get("name") for k, c in sorted(meta.get("counters", {}).items()) if k.startswith("gpu") and k.endswith("_mj")]
-    return " + ".join(g for g in gpus if g) or meta.get("host", {}).get("cpu")
 
 
 def main():

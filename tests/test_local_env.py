@@ -101,6 +101,14 @@ def test_missing_packages_are_named_with_the_command(tmp_path):
         L.check_packages(["bash", "no-such-package-1", "asciinema"], tmp_path)
 
 
+def test_a_task_asks_only_for_the_packages_that_it_uses(tmp_path):
+    (tmp_path / "task.toml").write_text('[metadata]\npackages = ["bash"]\n')
+    L.check_packages(["bash", "tmux", "no-such-package-1"], tmp_path)
+    (tmp_path / "task.toml").write_text('[metadata]\npackages = ["no-such-package-1"]\n')
+    with pytest.raises(L.LocalEnvError, match="lacks no-such-package-1"):
+        L.check_packages(["bash", "no-such-package-1", "no-such-package-2"], tmp_path)
+
+
 def test_expand_as_docker_does():
     assert L.expand("$A/${B}/${C:-c}/${A:-x}/$NONE", {"A": "1", "B": "2"}) == "1/2/c/1/"
 
