@@ -34,6 +34,7 @@ import json
 import os
 import re
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +45,7 @@ READ_EDGE_SD_S = {"rapl": 0.0005, "model": 0.003}  # RAPL updates about every mi
 GAP_TICKS = 5  # rows further apart than this many ticks do not cover the time between them
 CLOCK_STEP_S = 0.05  # t - mono moves by less than this while no one sets the clock
 CHUNK_BYTES = 2 << 20  # parsing stays in the processor's cache
+QUERIES = 1 << 14  # so many points in time are looked up at once, for the same reason
 UNIT_J = {"_mj": 1e-3, "_est_uj": 1e-6, "_uj": 1e-6}
 COUNTER = re.compile(r"^(gpu\d+|cpu\d+|dram\d+)(_mj|_est_uj|_uj)$")
 
@@ -129,7 +131,8 @@ def _read_columns(path, wanted):
     """{column: float array} of a CSV, NaN for empty cells; `wanted(name, header)` says which columns. Second value: flags.
 
     Reads in chunks and parses a column of numbers at a time: a day of ten counters at 10 Hz is 400 MB of text."""
-    flags, blocks, line = [], [], 2
+    flags, line = [], 2
+    table, used = None, 0
     with _open(path) as f:
         first = f.readline().removeprefix(b"\xef\xbb\xbf")
         if not first.endswith(b"\n"):
@@ -145,12 +148,31 @@ def _read_columns(path, wanted):
             if data:
                 rows, count = _parse_block(path, data, header, picks, line)
                 line += count
-                blocks.append(rows)
+                new = len(rows[0]) if rows else 0
+                if table is None or used + new > table.shape[1]:
+                    table = _grown(table, used, len(picks), _rows_expected(path, used + new, f) if table is None else 2 * used + new)
+                for k, values in enumerate(rows):
+                    table[k, used : used + new] = values
+                used += new
             if not block:
                 break
     if rest.strip(b"\0 \r"):  # the writer died inside a line: its last number may be cut
         flags.append("torn_last_line")
-    return {name: np.concatenate([b[k] for b in blocks]) if blocks else np.empty(0) for k, (_, name) in enumerate(picks)}, flags
+    return {name: np.empty(0) if table is None else table[k, :used] for k, (_, name) in enumerate(picks)}, flags
+
+
+def _rows_expected(path, rows, f):
+    """Rows of the whole file, with some to spare, when `rows` of them are read; memory that is not written to is not used."""
+    size = os.path.getsize(path)
+    return rows + 1000 if str(path).endswith(".gz") else int(1.05 * rows * max(1.0, size / max(1, f.tell()))) + 1000
+
+
+def _grown(table, used, width, rows):
+    """A table of `rows` rows with the first `used` of `table`."""
+    larger = np.empty((width, rows))
+    if table is not None:
+        larger[:, :used] = table[:, :used]
+    return larger
 
 
 def _parse_block(path, data, header, picks, line):
@@ -162,16 +184,62 @@ def _parse_block(path, data, header, picks, line):
     ends = np.flatnonzero(raw < 45)  # commas, line ends, and what has no place in a plain file: spaces, quotes, signs
     n = len(header)
     table = ends.reshape(-1, n) if len(ends) % n == 0 else np.empty((0, n), int)
-    marks = raw[table]
-    if not len(table) or (marks[:, :-1] != 44).any() or (marks[:, -1] != 10).any():
+    # every row ends with a line end, and there are no other marks below a comma: then the rest are commas
+    if not len(table) or (raw[table[:, -1]] != 10).any() or np.count_nonzero(raw < 44) != len(table):
         return _parse_slowly(path, data, header, picks, line), data.count(b"\n")
     table = np.ascontiguousarray(table.T)
+    plain = int(raw.max()) <= 57  # nothing above the digits: no exponent, no word
     words = np.ndarray((len(raw) - 7,), "<u8", buffer=raw.data, strides=(1,))
     out = []
     for i, name in picks:
         starts = table[i - 1] + 1 if i else np.r_[pad, table[-1, :-1] + 1]
-        out.append(_parse_column(path, raw, words, starts, table[i], name, line))
+        values = _parse_even(raw, words, starts, table[i]) if plain else None
+        out.append(_parse_column(path, raw, words, starts, table[i], name, line) if values is None else values)
     return out, table.shape[1]
+
+
+def _parse_even(raw, words, starts, ends):
+    """Numbers of equal length with the point at the same place, digits otherwise, at most 16 before and 7 behind the point; None
+    when they are not that. Takes for granted that no byte is above the digits."""
+    length = ends - starts
+    longest = int(length.max())
+    if longest == 0 or int(length.min()) != longest:
+        return None
+    first = raw[starts[0] : ends[0]].tobytes()
+    decimals = longest - first.index(b".") - 1 if b"." in first else 0
+    whole = longest - (decimals + 1 if decimals else 0)
+    if not (1 <= whole <= 16 and decimals <= 7 and (decimals or b"." not in first)):
+        return None
+    parts = [(ends - 8, decimals, 1)] if decimals else []
+    point = ends - (decimals + 1) if decimals else ends
+    parts.append((point - 8, min(whole, 8), 10**decimals))
+    if whole > 8:
+        parts.append((point - 16, whole - 8, 10 ** (decimals + 8)))
+    value = None
+    for begin, digits, factor in parts:
+        word = words[begin]
+        every, some = int(np.bitwise_and.reduce(word)), int(np.bitwise_or.reduce(word))
+        keep = (ONES << (8 * (8 - digits))) & ONES
+        if every & keep & DIGIT != keep & DIGIT:  # of what may be in a cell only digits have this bit
+            return None
+        if factor == 1 and decimals:
+            at = 8 * (7 - decimals)
+            if (every >> at) & 255 != 46 or (some >> at) & 255 != 46:
+                return None
+        if every & keep == some & keep:  # the same digits in every row, as the leading ones of times
+            word = word[:1]
+        word &= np.uint64(keep)
+        word |= np.uint64(int(ZEROS) & ~keep & ONES)
+        part = _eight(word)
+        if factor > 1:
+            part *= np.uint64(factor % 2**64)
+        value = part if value is None else value + part
+    if whole + decimals > 15 and (whole + decimals > 16 or int(value.max()) >= 2**53):
+        return None
+    value = value.astype(np.float64)
+    if decimals:  # both are exact, the division rounds once, as float() does
+        value /= 10.0**decimals
+    return value if len(value) == len(ends) else np.full(len(ends), value[0])
 
 
 def _parse_column(path, raw, words, starts, ends, name, line):
@@ -216,7 +284,7 @@ def _parse_column(path, raw, words, starts, ends, name, line):
     return value
 
 
-ONES = 0xFFFFFFFFFFFFFFFF
+ONES, DIGIT = 0xFFFFFFFFFFFFFFFF, 0x1010101010101010
 ZEROS, HIGH, SIXES = np.uint64(0x3030303030303030), np.uint64(0xF0F0F0F0F0F0F0F0), np.uint64(0x0606060606060606)
 THREES, LOW, TEN = np.uint64(0x3333333333333333), np.uint64(0x0F0F0F0F0F0F0F0F), np.uint64(10)
 PAIRS, LEFT, RIGHT = np.uint64(0x000000FF000000FF), np.uint64(0x000F424000000064), np.uint64(0x0000271000000001)
@@ -242,6 +310,11 @@ def _digits(word, length):
     check >>= FOUR
     check |= word & HIGH
     good = check == THREES
+    return _eight(word).astype(np.float64), good
+
+
+def _eight(word):
+    """Eight ASCII digits in each 64-bit word, little-endian, as a number. Changes `word`."""
     word &= LOW
     tens = word * TEN  # pairs of digits, then fours, then all eight
     word >>= EIGHT
@@ -253,7 +326,7 @@ def _digits(word, length):
     word *= RIGHT
     word += left
     word >>= HALF
-    return word.astype(np.float64), good
+    return word
 
 
 def _parse_slowly(path, data, header, picks, line):
@@ -280,23 +353,63 @@ def _number(path, text, name, line):
 
 @dataclass
 class Steps:
-    """A counter as steps: at mono time `t[i]` (1 sd `sd[i]`) it had counted `j[i]` joules; `bad[i]` marks an unknown step i -> i+1."""
+    """A counter as steps: at mono time `t[i]` (1 sd `sd[i]`) it had counted `j[i]` joules; `bad[i]` marks an unknown step i -> i+1.
+
+    `upto[r]`: number of the last step that row r or an earlier one shows (None: every row shows one), `delay`: how many rows after
+    it happened a step is shown; both only say where to look first."""
 
     t: np.ndarray
     j: np.ndarray
     sd: np.ndarray
     bad: np.ndarray
     method: str
+    upto: np.ndarray | None = None
+    delay: float = 0.0
 
     def __post_init__(self):
-        self.width = np.diff(self.t)
-        self.watts = np.diff(self.j) / self.width
-        self.usual = float(np.median(self.width)) if len(self.width) else np.nan
-        self.contrast = np.zeros(len(self.watts))  # difference in power between the neighbours of a step
-        if len(self.watts) > 1:
-            self.contrast[1:-1] = np.abs(self.watts[2:] - self.watts[:-2])
-            self.contrast[0], self.contrast[-1] = abs(self.watts[1] - self.watts[0]), abs(self.watts[-1] - self.watts[-2])
+        n = len(self.t) - 1
+        k = np.arange(0, max(0, n), max(1, n // 20_000))
+        self.usual = float(np.median(self.t[k + 1] - self.t[k])) if len(k) else np.nan
+        self.contrast = np.zeros(max(0, n), np.float32)  # difference in power between the neighbours of a step
+        for a in range(0, n if n > 1 else 0, 4 * QUERIES):  # in pieces: memory that is touched first is slow
+            b = min(n, a + 4 * QUERIES)
+            lo, hi = max(0, a - 1), min(n, b + 1)
+            watts = np.diff(self.j[lo : hi + 1]) / np.diff(self.t[lo : hi + 1])
+            before = np.r_[watts[:1], watts[:-1]] if a == 0 else watts[: b - a]
+            after = watts[a + 1 - lo :] if b < n else np.r_[watts[a + 1 - lo :], watts[-1:]]
+            np.abs(after - before[: b - a], out=self.contrast[a:b], casting="same_kind")
         self.lost = np.r_[0, np.cumsum(self.bad)] if self.bad.any() else None
+
+    def find(self, t, row):
+        """(i, t[i], t[i + 1]) of the step that holds each time; the first and the last one for times beyond. `row`: its row, as a
+        fractional number."""
+        guess = row + self.delay
+        np.fmax(guess, 0.0, out=guess)
+        if self.upto is None:
+            i = guess.astype(np.intp)
+        else:
+            i = self.upto[np.fmin(guess, len(self.upto) - 1.0, out=guess).astype(np.intp)].astype(np.intp)
+        return _find(self.t, t, i)
+
+
+def _find(table, t, i):
+    """searchsorted(table, t, "right") - 1, kept within 0 and len(table) - 2, begun at the guess `i`; and the entries around t."""
+    top = len(table) - 2
+    np.maximum(i, 0, out=i)
+    np.minimum(i, top, out=i)
+    lo, hi = table[i], table[i + 1]
+    off = np.flatnonzero(((t < lo) & (i > 0)) | ((t >= hi) & (i < top)))
+    for attempt in (1, 2):
+        if not len(off):
+            break
+        k, at = i[off], t[off]
+        if attempt == 1 and len(off) < len(t):
+            k = np.clip(np.where(at < lo[off], k - 1, k + 1), 0, top)
+        else:
+            k = np.clip(np.searchsorted(table, at, "right") - 1, 0, top)
+        i[off], lo[off], hi[off] = k, table[k], table[k + 1]
+        off = off[((at < lo[off]) & (k > 0)) | ((at >= hi[off]) & (k < top))]
+    return i, lo, hi
 
 
 @dataclass
@@ -341,7 +454,7 @@ class Samples:
     def t_end(self):
         return float(self.t[-1])
 
-    @property
+    @cached_property
     def tick_s(self):
         """Period of the rows: as asked for (sidecar), else the median distance."""
         if self.meta.get("hz"):
@@ -355,18 +468,27 @@ class Samples:
             return [d for d in self.domains if group(d) == "gpu"]
         return list(self.domains)
 
+    @cached_property
+    def _clock(self):
+        """[(first row, row after the last, offset, range of the offset)] of the parts in which t - mono does not jump."""
+        offset = self.t - self.mono
+        cuts = np.flatnonzero(np.abs(np.diff(offset)) > CLOCK_STEP_S) + 1
+        parts = zip([0, *cuts], [*cuts, len(offset)], strict=True)
+        return [(a, b, float(np.median(offset[a:b])), float(np.ptp(offset[a:b]))) for a, b in parts]
+
     def to_mono(self, t):
         """Unix seconds -> this file's monotonic clock, through its own (t, mono) pairs. After a backward clock step an ambiguous
         time takes the earlier meaning."""
         t = np.asarray(t, float)
-        offset = self.t - self.mono
-        cuts = np.flatnonzero(np.abs(np.diff(offset)) > CLOCK_STEP_S) + 1
         out, nearest = None, None
-        for a, b in zip(np.r_[0, cuts], np.r_[cuts, len(offset)], strict=True):
-            part = t - np.median(offset[a:b])
-            if np.ptp(offset[a:b]) > 2e-3:  # a drifting pair of clocks: follow it row by row
+        for a, b, offset, span in self._clock:
+            part = t - offset
+            if span > 2e-3:  # a drifting pair of clocks: follow it row by row
                 part = np.interp(t, self.t[a:b], self.mono[a:b])
-                part = np.where(t < self.t[a], t - offset[a], np.where(t > self.t[b - 1], t - offset[b - 1], part))
+                part = np.where(t < self.t[a], t - (self.t[a] - self.mono[a]), part)
+                part = np.where(t > self.t[b - 1], t - (self.t[b - 1] - self.mono[b - 1]), part)
+            if len(self._clock) == 1:
+                return part
             away = np.maximum(np.maximum(self.t[a] - t, t - self.t[b - 1]), 0.0)
             out = part if out is None else np.where(away < nearest, part, out)
             nearest = away if nearest is None else np.fmin(away, nearest)
@@ -375,11 +497,19 @@ class Samples:
     def to_unix(self, mono):
         """This file's monotonic clock -> Unix seconds."""
         mono = np.asarray(mono, float)
-        offset = self.t - self.mono
-        if np.ptp(offset) <= 2e-3:
-            return mono + np.median(offset)
-        row = np.clip(np.searchsorted(self.mono, mono, "right") - 1, 0, len(offset) - 1)
-        return mono + offset[row]
+        if len(self._clock) == 1 and self._clock[0][3] <= 2e-3:
+            return mono + self._clock[0][2]
+        row = np.clip(np.searchsorted(self.mono, mono, "right") - 1, 0, len(self.mono) - 1)
+        return mono + (self.t - self.mono)[row]
+
+    def _rows(self, mono):
+        """The row of each time as a fractional number."""
+        n = len(self.mono)
+        if n < 2:
+            return np.zeros(len(mono))
+        guess = (mono - self.mono[0]) * ((n - 1) / (self.mono[-1] - self.mono[0]))
+        i, lo, hi = _find(self.mono, mono, np.fmin(np.fmax(guess, 0.0), n).astype(np.intp))
+        return i + (mono - lo) / (hi - lo)
 
     def power_w(self, domain):
         """Power readings of a GPU per row (W, NaN where there is none), read from the file now; None without such a column."""
@@ -437,22 +567,38 @@ class Samples:
         elif clock != "mono":
             raise ValueError(f"clock: found {clock!r}, expected 'unix' or 'mono'")
         joules, err, method = {}, {}, {}
+        t = np.concatenate([t0, t1])
+        row = self._rows(t)
+        edges = _Edges(self, calls, t) if calls is not None else None
         for domain in self.domains:
             power = call_power_w.get(domain) if isinstance(call_power_w, dict) else call_power_w
             if power is not None and order is not None:
                 power = np.asarray(power, float)[order]
             idle = (idle_w or {}).get(domain)
-            joules[domain], err[domain], method[domain] = _energy(self.steps(domain), t0, t1, calls, idle, power)
+            joules[domain], err[domain], method[domain] = _energy(self.steps(domain), t, row, edges, idle, power)
         return Energy(joules, err, method, self._covered(t0, t1))
 
-    def _covered(self, t0, t1):
+    @cached_property
+    def _holes(self):
+        """Begins and ends of the gaps without rows, in order, and the seconds without rows up to each."""
         gap = np.diff(self.mono)
-        good = np.r_[0.0, np.cumsum(np.where(gap < GAP_TICKS * self.tick_s, gap, 0.0))] if len(gap) else np.zeros(1)
+        k = np.flatnonzero(~(gap < GAP_TICKS * self.tick_s))
+        return np.c_[self.mono[k], self.mono[k + 1]].ravel(), np.c_[np.cumsum(gap[k]) - gap[k], np.cumsum(gap[k])].ravel()
+
+    def _seen(self, mono):
+        """Seconds with rows up to each time."""
+        at, lost = self._holes
+        since = np.clip(mono, self.mono[0], self.mono[-1]) - self.mono[0]
+        return since - np.interp(mono, at, lost) if len(at) else since
+
+    def _covered(self, t0, t1):
         with np.errstate(invalid="ignore", divide="ignore"):
-            seen = np.interp(t1, self.mono, good) - np.interp(t0, self.mono, good)
+            out = np.clip((self._seen(t1) - self._seen(t0)) / (t1 - t0), 0.0, 1.0)
+            out[~(t1 >= t0)] = np.nan
+            same = np.flatnonzero(t1 == t0)
             # a point is covered when the gap it lies in is short: half a microsecond around it says so
-            point = np.interp(t1 + 5e-7, self.mono, good) - np.interp(t0 - 5e-7, self.mono, good) > 2.5e-7
-            return np.where(t1 > t0, np.clip(seen / (t1 - t0), 0.0, 1.0), np.where(t1 == t0, point.astype(float), np.nan))
+            out[same] = self._seen(t1[same] + 5e-7) - self._seen(t0[same] - 5e-7) > 2.5e-7
+        return out
 
 
 def _pair(t0, t1):
@@ -552,72 +698,98 @@ def _make_steps(samples, domain):
         return _integrate_power(samples, domain)
     raw = samples.columns[domain + suffix]
     there = np.isfinite(raw)
-    rows = slice(None)  # every row, without copying, is the usual case
+    rows, which = slice(None), None  # every row, without copying, is the usual case
     if not there.all():
-        rows = np.flatnonzero(there)
+        rows = which = np.flatnonzero(there)
         _flag(samples, f"{domain}:missing_cells")
     value, mono = raw[rows] * UNIT_J[suffix], samples.mono[rows]
     limit = 3 * info["power_limit_w"] if info.get("power_limit_w") else MAX_POWER_W[group(domain)]
     span = info.get("max_range_uj")
     span = span * 1e-6 if span and source == "rapl" else None
     rise, bad, keep = _unwrap(samples, domain, value, mono, limit, span)
-    total = np.cumsum(rise if keep.all() else np.where(keep, rise, 0.0))
-    # a value read again is no new step, and a counter that stands still has not counted zero joules
-    point = keep if source == "model" else keep & ((rise > 0) | bad)
     if not keep.any():
         return Steps(np.empty(0), np.empty(0), np.empty(0), np.empty(0, bool), "edges")
+    # a value read again is no new step, and a counter that stands still has not counted zero joules
+    point = keep if source == "model" else keep & ((rise > 0) | bad)
+    total = np.cumsum(rise if keep.all() else np.where(keep, rise, 0.0), out=rise)
     edge = samples.columns.get(f"{domain}_edge")
     if source in READ_EDGE_SD_S:
         point[np.argmax(keep)] = True
-        t, sd, method = mono.copy(), np.full(len(mono), READ_EDGE_SD_S[source]), "edges"
+        t, sd, method = mono, np.broadcast_to(np.float32(READ_EDGE_SD_S[source]), len(mono)), "edges"
     else:
-        before = np.r_[np.nan, mono[:-1]]
-        t, sd = (before + mono) / 2, (mono - before) / 2
-        known = np.zeros(len(t), bool)
+        known = np.zeros(len(mono), bool)
         if edge is not None:
-            # relative to the row's own time: then neither a clock step nor its repair moves it. A file whose edges kept the
-            # clock of its first row is read that way when the row's own clock would place them elsewhere.
-            own = mono - (samples.t[rows] - edge[rows])
-            base = edge[rows] - (samples.t[0] - samples.mono[0])
-            edge = np.where(np.abs(mono - own) > np.abs(mono - base) + 0.5, base, own)
-            known = np.isfinite(edge) & (edge <= mono + 0.05)
-            t = np.where(known, edge, t)
-            half = samples.columns.get(f"{domain}_edge_err")
-            half = np.full(len(t), np.nan) if half is None else half[rows]
-            sd = np.where(known, np.where(np.isfinite(half), half, 0.5 * samples.tick_s), sd)
+            edge = _edge_mono(samples, edge[rows], mono, rows)
+            known = edge <= mono + 0.05
+        half = samples.columns.get(f"{domain}_edge_err")
+        half = np.full(len(mono), np.nan, np.float32) if half is None else half[rows].astype(np.float32)
+        half[np.isnan(half)] = 0.5 * samples.tick_s
+        t = edge
+        if not known.all():
+            before = np.r_[np.nan, mono[:-1]]
+            t = (before + mono) / 2 if edge is None else np.where(known, edge, (before + mono) / 2)
+            half = np.where(known, half, (mono - before) / 2).astype(np.float32)
         first = np.argmax(keep)
         point[first] = known[first]
-        sd = sd / np.sqrt(3)  # half-width of an even distribution -> standard deviation
+        half /= np.float32(np.sqrt(3))  # half-width of an even distribution -> standard deviation
+        sd = half
         method = "edges" if point.any() and known[point].mean() > 0.5 else "linear"
     lost = np.cumsum(bad) if bad.any() else None
-    t, j, sd, lost = _pick(point, t, total, sd, lost)
-    if (np.diff(t) < 0).any():
+    t, j, sd, lost, which = _pick(point, which, t, total, sd, lost)
+    if (t[1:] < t[:-1]).any():
         t = np.maximum.accumulate(t)
     # of several steps at one time the last holds them all
-    t, j, sd, lost = _pick(np.r_[np.diff(t) > 0, np.ones(min(1, len(t)), bool)], t, j, sd, lost)
+    t, j, sd, lost, which = _pick(np.r_[t[1:] > t[:-1], np.ones(min(1, len(t)), bool)], which, t, j, sd, lost)
     steps = Steps(t, j, sd, np.zeros(max(0, len(t) - 1), bool) if lost is None else np.diff(lost) > 0, method)
+    if len(t):
+        some = np.arange(0, len(t), max(1, len(t) // 2000))
+        shown = samples.mono[some if which is None else which[some]]
+        steps.delay = float(np.median(shown - t[some]) / samples.tick_s) if samples.tick_s > 0 else 0.0
+        if which is not None:
+            mark = np.zeros(len(samples.mono), np.int32)
+            mark[which] = 1
+            steps.upto = np.cumsum(mark, dtype=np.int32) - np.int32(1)
     _check_still(samples, domain, steps, mono if keep.all() else mono[keep])
     return steps
 
 
-def _pick(mask, *arrays):
-    """Each array where `mask` is true; None stays None, and nothing is copied when all of it is."""
-    return arrays if mask.all() else tuple(None if a is None else a[mask] for a in arrays)
+def _edge_mono(samples, edge, mono, rows):
+    """Times of steps on the monotonic clock. They are taken relative to the row's own time: then neither a clock step nor its
+    repair moves them. A file whose edges kept the clock of its first row is read that way when the row's own clock would place
+    them elsewhere."""
+    own = edge - samples.t[rows]
+    own += mono
+    offset = [part[2] for part in samples._clock]
+    if max(offset) - min(offset) + max(part[3] for part in samples._clock) < 0.4:
+        return own
+    base = edge - (samples.t[0] - samples.mono[0])
+    return np.where(np.abs(mono - own) > np.abs(mono - base) + 0.5, base, own)
+
+
+def _pick(mask, which, *arrays):
+    """Each array where `mask` is true, and the rows they come from; None stays None, and nothing is copied when all of it is."""
+    if mask.all():
+        return *arrays, which
+    return *(None if a is None else a[mask] for a in arrays), np.flatnonzero(mask) if which is None else which[mask]
 
 
 def _unwrap(samples, domain, value, mono, limit_w, span):
     """Rise from kept row to kept row (joules), rows whose rise is unknown, rows kept. `span`: RAPL range in joules or None."""
     n = len(value)
     keep, bad = np.ones(n, bool), np.zeros(n, bool)
-    rise = np.r_[0.0, np.diff(value)]
-    dt = np.r_[0.0, np.diff(mono)]
+    rise = np.empty(n)
+    rise[:1] = 0.0
+    np.subtract(value[1:], value[:-1], out=rise[1:])
     slack = 0.25 * limit_w  # a value may belong to a step up to 0.2 s older than its row
+    if span is not None and n > 1 and (mono[1:] - mono[:-1]).max() * limit_w / 3 > span:
+        _flag(samples, f"{domain}:wrap_ambiguous")
+    if not n or (rise.min() >= 0 and rise.max() <= slack):
+        return rise, bad, keep
+    dt = np.r_[0.0, np.diff(mono)]
 
     def fits(a, b, extra=0.0):
         return 0 <= value[b] - value[a] + extra <= limit_w * (mono[b] - mono[a]) + slack
 
-    if span is not None and np.any(dt * limit_w / 3 > span):
-        _flag(samples, f"{domain}:wrap_ambiguous")
     for r in np.flatnonzero((rise < 0) | (rise > limit_w * dt + slack)):
         if not keep[r]:
             continue
@@ -654,7 +826,7 @@ def _check_still(samples, domain, steps, mono):
     """A counter that stands still is flagged; where its own power reading says that energy flowed uncounted, it is unknown."""
     if samples.source[domain] == "model":
         return
-    long = 2.0 if len(steps.t) < 3 else max(2.0, 10 * float(np.median(np.diff(steps.t))))
+    long = 2.0 if len(steps.t) < 3 else max(2.0, 10 * steps.usual)
     gap = np.flatnonzero(np.diff(steps.t) > long)
     end = steps.t[-1] if len(steps.t) else mono[0]
     if len(mono) and mono[-1] - end > long:
@@ -688,121 +860,164 @@ def _integrate_power(samples, domain):
     return Steps(t, joules, sd, np.zeros(max(0, len(t) - 1), bool), "linear")
 
 
-def _energy(s, t0, t1, calls, idle, call_power):
-    """Joules and standard deviation of [t0, t1] (mono) from one step table, and the method used."""
-    phase = calls is not None and idle is not None and s.method == "edges"
+class _Edges:
+    """Begins and ends of all model calls in order of time, and how many lie at or before each time that is asked for."""
+
+    def __init__(self, samples, calls, t):
+        both = np.concatenate([calls[:, 0], calls[:, 1]])
+        self.order = np.argsort(both, kind="stable")
+        self.t = both[self.order]
+        self.row = samples._rows(self.t)
+        self.change = np.repeat([1, -1], len(calls))[self.order]
+        self.active = np.cumsum(self.change)  # calls that go on after each edge
+        self.before = np.searchsorted(self.t, t, "right")
+        self.same = (self.active > 0).astype(float)
+
+    def weight(self, call_power):
+        """Weight of the calls after each edge: what they draw together, 1 while there is one when that is not known."""
+        if call_power is None:
+            return self.same
+        total = np.cumsum(np.concatenate([call_power, call_power])[self.order] * self.change)
+        return self.same * np.maximum(total, 0.0)
+
+
+def _energy(s, t, row, edges, idle, call_power):
+    """Joules and standard deviation of the intervals from each time of the first half of `t` (mono) to that of the second half,
+    from one step table, and the method used."""
+    k = len(t) // 2
+    phase = edges is not None and idle is not None and s.method == "edges"
     method = "phase" if phase else s.method
     if len(s.t) < 2:
-        return np.full(len(t0), np.nan), np.full(len(t0), np.nan), method
-    profile = _profile(s, calls, idle, call_power) if phase else None
-    e0, sd0, i0 = _at(s, t0, profile, True)
-    e1, sd1, i1 = _at(s, t1, profile, False)
-    joules, sd = e1 - e0, np.sqrt(sd0**2 + sd1**2)
+        return np.full(k, np.nan), np.full(k, np.nan), method
+    profile = _profile(s, edges, idle, call_power) if phase else None
+    joules, variance = np.empty(2 * k), np.empty(2 * k)
+    step = None if s.lost is None else np.empty(2 * k, np.intp)
     with np.errstate(invalid="ignore"):
-        unknown = ~(t1 >= t0) | np.isnan(joules)
-    if s.lost is not None:
-        unknown |= s.lost[np.maximum(i1 + 1, i0)] > s.lost[i0]
-    joules[unknown] = sd[unknown] = np.nan
-    return joules, sd, method
+        for a in range(0, 2 * k, QUERIES):
+            part = slice(a, a + QUERIES)
+            i, since = _at(s, t[part], row[part], profile, edges.before[part] if phase else None, joules[part], variance[part])
+            if step is not None:  # an interval that ends with a step does not touch the next one
+                ends = (np.arange(a, a + len(i)) >= k) & (since == 0)
+                step[part] = np.maximum(i - ends, 0)
+        out, sd = joules[k:] - joules[:k], np.sqrt(variance[k:] + variance[:k])
+        unknown = ~(t[k:] >= t[:k]) | np.isnan(out)
+    if step is not None:
+        unknown |= s.lost[np.maximum(step[k:] + 1, step[:k])] > s.lost[step[:k]]
+    out[unknown] = sd[unknown] = np.nan
+    return out, sd, method
 
 
 @dataclass
 class _Profile:
-    """Slices of the steps that a call's edge cuts: begin, joules at the begin, watts; `step` sorted step numbers that are cut."""
+    """The calls' edges within the steps: for each its time, its step, joules up to it, watts before and after it, and whether its
+    step had to be spread evenly. `skipped` edges lie before the first step. An entry without a step stands at either end."""
 
+    skipped: int
+    t: np.ndarray
     step: np.ndarray
-    even: np.ndarray
-    begin: np.ndarray
-    owner: np.ndarray
     joules: np.ndarray
-    watts: np.ndarray
+    before: np.ndarray
+    after: np.ndarray
+    even: np.ndarray
 
 
-def _profile(s, calls, idle, call_power):
-    edge = np.sort(calls.ravel())
-    i = np.searchsorted(s.t, edge, "right") - 1
-    inside = (i >= 0) & (i < len(s.t) - 1)
-    inside[inside] &= s.t[i[inside]] < edge[inside]
-    cut, edge = np.unique(i[inside]), edge[inside]
-    begin = np.r_[s.t[cut], edge]
-    owner = np.r_[cut, i[inside]]
-    order = np.lexsort((begin, owner))
-    begin, owner = begin[order], owner[order]
-    if not len(begin):
-        return _Profile(cut, np.empty(0, bool), begin, owner, begin, begin)
-    last = np.r_[owner[1:] != owner[:-1], True]
-    end = np.where(last, s.t[owner + 1], np.r_[begin[1:], 0.0])
-    length, middle = end - begin, (begin + end) / 2
-    weight = np.ones(len(calls)) if call_power is None else np.asarray(call_power, float)
-    by_start, by_end = np.argsort(calls[:, 0]), np.argsort(calls[:, 1])
-    a = np.searchsorted(calls[by_start, 0], middle, "right")
-    b = np.searchsorted(calls[by_end, 1], middle, "right")
-    busy = a > b
-    if call_power is None:
-        weight_in = busy.astype(float)
-    else:
-        weight_in = np.r_[0, np.cumsum(weight[by_start])][a] - np.r_[0, np.cumsum(weight[by_end])][b]
-        weight_in = np.where(busy, np.maximum(weight_in, 0.0), 0.0)
-    slot = np.searchsorted(cut, owner)
-    rest_s = np.bincount(slot, np.where(busy, 0.0, length), len(cut))
-    work = np.bincount(slot, weight_in * length, len(cut))
-    joules = s.j[cut + 1] - s.j[cut]
+def _profile(s, edges, idle, call_power):
+    lo, hi = np.searchsorted(edges.t, [s.t[0], s.t[-1]])
+    n = hi - lo
+    p = _Profile(lo, *np.zeros((1, n + 2)), np.full(n + 2, -1), *np.zeros((3, n + 2)), np.zeros(n + 2, bool))
+    if not n:
+        return p
+    weight = edges.weight(call_power)
+    busy = edges.active > 0
+    p.t[1:-1] = edges.t[lo:hi]
+    i, begin, end = s.find(edges.t[lo:hi], edges.row[lo:hi])
+    p.step[1:-1] = i
+    a = 0
+    while a < n:  # in pieces that end with a step
+        b = min(a + QUERIES, n)
+        while b < n and i[b] == i[b - 1]:
+            b += 1
+        part, out = slice(a, b), slice(a + 1, b + 1)
+        prior = slice(lo + a - 1, lo + b) if lo + a else slice(0, b)
+        weights, is_busy = weight[prior], busy[prior]
+        if not lo + a:
+            weights, is_busy = np.r_[0.0, weights], np.r_[False, is_busy]
+        found = _apportion(s, p.t[out], i[part], begin[part], end[part], weights, is_busy, idle)
+        p.joules[out], p.before[out], p.after[out], p.even[out] = found
+        a = b
+    return p
+
+
+def _apportion(s, t, i, begin, end, weight, busy, idle):
+    """Joules up to each edge, watts before and after it, whether its step is spread evenly. `weight` and `busy` of the calls after
+    each edge, the one before the first edge included."""
+    first = np.r_[True, i[1:] != i[:-1]]
+    start = np.flatnonzero(first)
+    slot = np.cumsum(first) - 1
+    # slices: from each edge to the next one or the end of its step, and from the begin of a step to its first edge
+    length = np.where(np.r_[first[1:], True], end, np.r_[t[1:], 0.0]) - t
+    lead = t[start] - begin[start]
+    rest_s = np.add.reduceat(np.where(busy[1:], 0.0, length), start) + np.where(busy[start], 0.0, lead)
+    work = np.add.reduceat(weight[1:] * length, start) + weight[start] * lead
+    at = i[start]
+    total = s.j[at]
+    joules = s.j[at + 1] - total
     remainder = joules - idle * rest_s
     # no call time at all, or less energy than idle power alone would take: spread evenly
     even = (work <= 0) | (remainder < 0)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        per_weight = np.where(even, 0.0, remainder / np.where(work > 0, work, 1.0))
-        watts = np.where(even[slot], (joules / (s.t[cut + 1] - s.t[cut]))[slot], np.where(busy, per_weight[slot] * weight_in, idle))
-    # a step wholly inside calls has no rest: its idle watts are never used, its remainder is all of it
-    spent = watts * length
-    total = np.cumsum(spent)
-    start = np.r_[0.0, total[:-1]]
-    first = np.r_[True, owner[1:] != owner[:-1]]
-    base = start[first][slot]
-    return _Profile(cut, even, begin, owner, s.j[owner] + (start - base), watts)
+    mean = (joules / (end - begin)[start])[slot]
+    per_weight = (remainder / np.where(even, 1.0, work))[slot]
+    spread = even[slot]
+    before = np.where(spread, mean, np.where(busy[:-1], per_weight * weight[:-1], idle))
+    after = np.where(spread, mean, np.where(busy[1:], per_weight * weight[1:], idle))
+    spent = np.r_[0.0, (after * length)[:-1]]
+    spent[start] = before[start] * lead
+    up_to = np.cumsum(spent)
+    up_to += (total - (up_to - spent)[start])[slot]
+    # an edge at the very begin of a step cuts nothing
+    even &= t[np.r_[start[1:], len(t)] - 1] > begin[start]
+    return up_to, before, after, even[slot]
 
 
-def _at(s, t, profile, is_begin):
-    """E(t), its standard deviation, and the step that counts as touched (`is_begin`: of an interval's begin or its end)."""
-    n = len(s.t)
-    with np.errstate(invalid="ignore"):
-        i = np.searchsorted(s.t, t, "right")
-        i -= 1
-        np.clip(i, 0, n - 2, out=i)
-        begin, watts, width = s.t[i], s.watts[i], s.width[i]
-        elapsed = t - begin
-        touched = i if is_begin else np.maximum(i - (elapsed == 0), 0)
-        joules = s.j[i] + watts * elapsed
-        f = np.clip(elapsed / width, 0.0, 1.0)
-        sd = np.sqrt(((1 - f) * s.sd[i]) ** 2 + (f * s.sd[i + 1]) ** 2)
-        smear = f * (1 - f) * width * s.contrast[i]
-        if profile is not None:
-            # phases known: nothing is smeared but in steps that a gap made long and in those spread evenly for want of better
-            smear[width <= GAP_TICKS * s.usual] = 0.0
-            if len(profile.step):
-                slot = np.searchsorted(profile.step, i)
-                np.minimum(slot, len(profile.step) - 1, out=slot)
-                cut = np.flatnonzero((profile.step[slot] == i) & (elapsed >= 0) & (elapsed <= width))
-                k = np.searchsorted(profile.begin, t[cut], "right") - 1
-                np.clip(k, 0, len(profile.begin) - 1, out=k)
-                ok = profile.owner[k] == i[cut]
-                cut, k = cut[ok], k[ok]
-                since = t[cut] - profile.begin[k]
-                joules[cut] = profile.joules[k] + profile.watts[k] * since
-                # at a call's very edge the error is that of the idle side: moving the counter step moves only idle energy
-                previous = np.maximum(k - 1, 0)
-                at_edge = (since < 1e-6) & (profile.owner[previous] == profile.owner[k])
-                watts = watts.copy()
-                watts[cut] = np.where(at_edge, np.minimum(profile.watts[k], profile.watts[previous]), profile.watts[k])
-                even = cut[profile.even[slot[cut]]]
-                smear[even] = (f * (1 - f) * width * s.contrast[i])[even]
-        sd = np.sqrt((sd * watts) ** 2 + smear**2)
-        outside = np.maximum(s.t[0] - t, t - s.t[-1])
-        far = np.flatnonzero(~(outside <= 0))
-        if len(far):
-            joules[far[~(outside[far] <= 1.5 * s.usual)]] = np.nan
-            sd[far] = np.hypot(sd[far], 0.5 * outside[far] * np.abs(watts[far]))  # the power beyond the last step is a guess
-    return joules, sd, touched
+def _at(s, t, row, profile, edges_before, joules, variance):
+    """Writes E(t) and its variance; gives the step of each time and how long ago it began."""
+    i, begin, end = s.find(t, row)
+    width, since = end - begin, t - begin
+    j = s.j[i]
+    watts = (s.j[i + 1] - j) / width
+    np.add(j, watts * since, out=joules)
+    f = np.clip(since / width, 0.0, 1.0)
+    rest = 1 - f
+    spread = (rest * s.sd[i]) ** 2 + (f * s.sd[i + 1]) ** 2
+    smeared = slice(None)
+    if profile is not None:
+        # phases known: nothing is smeared but in steps that a gap made long and in those spread evenly for want of better
+        smear = width > GAP_TICKS * s.usual
+        a = np.clip(edges_before - profile.skipped, 0, len(profile.t) - 2)
+        inside = (since >= 0) & (since <= width)
+        behind = (profile.step[a] == i) & inside
+        ahead = np.flatnonzero((profile.step[a + 1] == i) & inside & ~behind)
+        b = a[ahead] + 1
+        joules[ahead] = j[ahead] + profile.before[b] * since[ahead]
+        watts[ahead] = profile.before[b]
+        smear[ahead] |= profile.even[b]
+        behind = np.flatnonzero(behind)
+        b = a[behind]
+        away, power = t[behind] - profile.t[b], profile.after[b]
+        joules[behind] = profile.joules[b] + power * away
+        # at a call's very edge the error is that of the idle side: moving the counter step moves only idle energy
+        watts[behind] = np.where(away < 1e-6, np.minimum(power, profile.before[b]), power)
+        smear[behind] |= profile.even[b]
+        smeared = np.flatnonzero(smear)
+    np.multiply(spread, watts * watts, out=variance)
+    if profile is None or len(smeared):
+        variance[smeared] += (f[smeared] * rest[smeared] * width[smeared] * s.contrast[i[smeared]]) ** 2
+    far = np.flatnonzero(~((t >= s.t[0]) & (t <= s.t[-1])))
+    if len(far):
+        outside = np.maximum(s.t[0] - t[far], t[far] - s.t[-1])
+        joules[far[~(outside <= 1.5 * s.usual)]] = np.nan
+        variance[far] += (0.5 * outside * np.abs(watts[far])) ** 2  # the power beyond the last step is a guess
+    return i, since
 
 
 def main(argv=None):

@@ -26,7 +26,9 @@ def rapl(folder, values, span=262143328850, dt=0.1, times=None, limit=250):
     """A file with one package; `values` in microjoules, None for an empty cell."""
     times = times or [100 + dt * i for i in range(len(values))]
     rows = [[f"{T0 + t:.6f}", f"{t:.6f}", v] for t, v in zip(times, values, strict=True)]
-    return read_samples(write(folder, "t,mono,cpu0_uj", rows, {"cpu0_uj": {"source": "rapl", "max_range_uj": span, "power_limit_w": limit}}))
+    return read_samples(
+        write(folder, "t,mono,cpu0_uj", rows, {"cpu0_uj": {"source": "rapl", "max_range_uj": span, "power_limit_w": limit}})
+    )
 
 
 def nvml(folder, power, seconds=10, period=0.1, edges=True, half=0.001, tweak=lambda rows: rows, meta=None):
@@ -276,6 +278,19 @@ def test_unwrapping_gives_back_every_rise(tmp_path_factory, rises, start):
     assert whole(samples, "cpu0") == pytest.approx(sum(rises) * 1e-6)
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    table=st.lists(st.floats(0, 100), min_size=2, max_size=50, unique=True).map(sorted),
+    t=st.lists(st.floats(-10, 110), min_size=1, max_size=30),
+    guess=st.integers(-60, 60),
+)
+def test_a_wrong_guess_finds_the_same_step(table, t, guess):
+    table, t = np.array(table), np.array(t)
+    i, lo, hi = energylib._find(table, t, np.full(len(t), guess))
+    true = np.clip(np.searchsorted(table, t, "right") - 1, 0, len(table) - 2)
+    assert (i == true).all() and (lo == table[i]).all() and (hi == table[i + 1]).all()
+
+
 @settings(max_examples=40, deadline=None)
 @given(lost=st.sets(st.integers(5, 90), max_size=70))
 def test_gaps_never_change_the_total(tmp_path_factory, lost):
@@ -289,7 +304,10 @@ def test_gaps_never_change_the_total(tmp_path_factory, lost):
 @pytest.mark.parametrize("jump", [3600.0, -3600.0, 2.0, -2.0])
 def test_a_step_of_the_clock_moves_no_energy(tmp_path, jump):
     def step(rows):  # the edge column is relative to the row's own time
-        return [[f"{float(t) + jump:.6f}", m, v, f"{float(e) + jump:.6f}", h] if i >= 50 else [t, m, v, e, h] for i, (t, m, v, e, h) in enumerate(rows)]
+        return [
+            [f"{float(t) + jump:.6f}", m, v, f"{float(e) + jump:.6f}", h] if i >= 50 else [t, m, v, e, h]
+            for i, (t, m, v, e, h) in enumerate(rows)
+        ]
 
     samples = nvml(tmp_path, box(2, 3), tweak=step)
     assert "clock_step" in samples.flags
@@ -333,7 +351,10 @@ def test_compressed_files_and_odd_numbers(tmp_path):
 
 
 @settings(max_examples=30, deadline=None)
-@given(values=st.lists(st.floats(-1e15, 1e15, allow_nan=False) | st.integers(0, 2**60) | st.none(), min_size=1, max_size=30), decimals=st.integers(0, 9))
+@given(
+    values=st.lists(st.floats(-1e15, 1e15, allow_nan=False) | st.integers(0, 2**60) | st.none(), min_size=1, max_size=30),
+    decimals=st.integers(0, 9),
+)
 def test_numbers_are_read_as_python_reads_them(tmp_path_factory, values, decimals):
     texts = ["" if v is None else f"{v:.{decimals}f}" if isinstance(v, float) else str(v) for v in values]
     path = write(tmp_path_factory.mktemp("s"), "t,mono,cpu0_uj", [[T0 + i, i, text] for i, text in enumerate(texts)])
