@@ -9,7 +9,9 @@
 
 Every cell (context x output) is a pair: the prefix cache is emptied, the prompt is sent (miss), and sent again (hit). Cells are
 shuffled within a repetition, every context is warmed up first, and a reference cell at the start, in the middle and at the end shows
-drift. Before each call nothing is asked of the server for --quiet-s seconds: three steps of a 10 Hz energy counter by default.
+drift; with --cool-down-s the machine rests before each of the three (and after the warm-up), so that what came just before one of them,
+a long prompt say, is not taken for drift. Before each call nothing is asked of the server for --quiet-s seconds: three steps of a 10 Hz
+energy counter by default.
 Prompts are random words, different in every run from their first word on (the run's id picks them), so that a reset which silently
 failed still leaves a miss. The default transport is the agent's, non-streamed chat; --transport completions streams token-id prompts.
 Append cells first fill the cache with --append-cached tokens (state "fill"), then send the conversation with --append-uncached more.
@@ -125,6 +127,11 @@ def estimate_s(pairs, rates, quiet_s):
     prefill, decode = rates
     outputs = sum(p["output"] + 1 if "cached" in p else 2 * p["output"] for p in pairs)
     return sum(p["context"] for p in pairs) / prefill + outputs / decode + 3 * quiet_s * len(pairs)
+
+
+def rests(pairs):
+    """Indices of the pairs before which the machine cools down: the first one, which follows the warm-up, and the reference cells."""
+    return [n for n, p in enumerate(pairs) if n == 0 or "reference" in p]
 
 
 def clock(seconds):
@@ -559,6 +566,8 @@ def make_plan(a, served, max_context):
     notes = []
     plan = {"mode": "append" if a.append else "grid", "transport": a.transport, "server_kind": a.server_kind, "model": served,
             "proxied": bool(a.proxy_url), "reps": a.reps, "seed": a.seed}
+    if a.cool_down_s:
+        plan["cool_down_s"] = a.cool_down_s
     if a.append:
         outputs = a.outputs or APPEND["outputs"]
         plan |= {"cached": a.append_cached, "uncached": a.append_uncached, "outputs": outputs}
@@ -621,7 +630,7 @@ def run(a):
         if not bench.reset:
             say(f"the cache is not reset: misses rely on the prompts' random start, up to {bench.miss_allowed} tokens of template may hit")
         shapes = warm_shapes(missing)
-        about = clock(estimate_s([*shapes, *missing], rates_of(a), a.quiet_s))
+        about = clock(estimate_s([*shapes, *missing], rates_of(a), a.quiet_s) + a.cool_down_s * len(rests(missing)))
         say(f"run {bench.run}: {len(missing)} of {len(pairs)} pairs to send to {served} at {bench.url} ({a.transport}), perhaps {about}")
         failed = send_all(bench, pairs, missing, shapes, done)
     sidecar["complete"] = not failed
@@ -659,7 +668,7 @@ def dry_run(a, adapter):
     for n, p in enumerate(pairs, 1):
         print(f"{n:4d}  {' -> '.join(states(p))}  {describe(p)}{'' if p in missing else '  (on record)'}")
     shapes, rates = warm_shapes(missing), rates_of(a)
-    about = clock(estimate_s([*shapes, *missing], rates, a.quiet_s))
+    about = clock(estimate_s([*shapes, *missing], rates, a.quiet_s) + a.cool_down_s * len(rests(missing)))
     print(f"{len(missing)} of {len(pairs)} pairs to send, {2 * len(missing)} calls, and {2 * len(shapes)} calls of warm-up; about {about} "
           f"if the server does {rates[0]:g} tokens/s of prefill and {rates[1]:g} of decode (--prefill-rate, --decode-rate). Nothing sent.")
     return 0
@@ -677,16 +686,19 @@ def rates_of(a):
 
 def send_all(bench, pairs, missing, shapes, done):
     """Warm up and send the missing pairs with progress and ETA. Returns [(pair, fault)] of those that are not valid."""
-    rates, quiet_s = rates_of(bench.a), bench.a.quiet_s
+    rates, quiet_s, cool_down_s = rates_of(bench.a), bench.a.quiet_s, bench.a.cool_down_s
     bench.warm_up(shapes)
-    failed, ratios, begin = [], [], time.monotonic()
+    failed, ratios, begin, resting = [], [], time.monotonic(), rests(missing)
     for n, p in enumerate(missing, 1):
+        if cool_down_s and n - 1 in resting:
+            say(f"cooling down for {cool_down_s:g} s")
+            time.sleep(cool_down_s)
         t0 = time.monotonic()
         records, fault = bench.pair(p, done)
         if fault:
             failed.append((p, fault))
         ratios.append((time.monotonic() - t0) / estimate_s([p], rates, quiet_s))
-        left_s = statistics.median(ratios[-20:]) * estimate_s(missing[n:], rates, quiet_s)
+        left_s = statistics.median(ratios[-20:]) * estimate_s(missing[n:], rates, quiet_s) + cool_down_s * sum(k >= n for k in resting)
         took = ", ".join(f"{s} {r['mono_end'] - r['mono_start']:.2f} s ({r['cached_tokens']} cached)" for s, r in records.items())
         say(f"{len(pairs) - len(missing) + n}/{len(pairs)} {describe(p)}: {took or 'not sent'}{f'; NOT VALID: {fault}' if fault else ''}; "
             f"{clock(time.monotonic() - begin)} gone, about {clock(left_s)} left")
@@ -751,6 +763,9 @@ def parser():
                    help="cell repeated at start, middle and end; `middle` of the grid (default), or `none`")
     p.add_argument("--seed", type=int, default=0, help="order of the cells; the prompts differ in every run whatever the seed")
     p.add_argument("--quiet-s", type=seconds, default=0.35, help="seconds without any request before each call (0.35: 3 counter steps)")
+    p.add_argument("--cool-down-s", type=seconds, default=0.0, metavar="S",
+                   help="seconds of rest after the warm-up and before each reference cell (state.csv of the sampler shows how long a GPU takes to "
+                        "cool); part of the plan; 0: none")
     p.add_argument("--retries", type=int, choices=range(10), default=2, metavar="0-9", help="how often a pair that failed is sent again")
     p.add_argument("--no-reset", action="store_true", help="rely on the prompts' random start instead of the server's cache reset")
     p.add_argument("--cache-block", type=positive, help="tokens of a cache block, where it is not the kind's usual (vLLM on CPU: 128)")

@@ -194,6 +194,35 @@ def test_quiet_time_before_every_call(bench):
     assert all(b["mono_start"] - a["mono_end"] >= 0.15 for a, b in pairwise(records))
 
 
+def test_machine_rests_after_the_warm_up_and_before_each_reference_cell(bench):
+    with ModelServer("vllm") as s:
+        code, records, err = bench(s, "--cool-down-s", "0.4", "--reps", "1")
+    assert code == 0 and err.count("cooling down for 0.4 s") == 3  # the reference cell at the start is the first after the warm-up
+    gaps = {(b["cell"]["state"], b["cell"].get("reference")): b["mono_start"] - a["mono_end"] for a, b in pairwise(records) if b["valid"]}
+    rested = {key for key, gap in gaps.items() if gap >= 0.4}
+    assert rested >= {("miss", "start"), ("miss", "middle"), ("miss", "end")}
+    assert gaps["hit", "middle"] < 0.4
+
+
+def test_cool_down_belongs_to_the_plan_and_its_absence_leaves_old_plans_valid(bench, tmp_path):
+    with ModelServer("vllm") as s:
+        assert bench(s)[0] == 0
+        assert "cool_down_s" not in json.loads((tmp_path / "calls.jsonl.plan.json").read_text())["plan"]
+        code, _, err = bench(s, "--cool-down-s", "5")
+        assert code == 2 and "another plan (cool_down_s: null there, 5.0 now" in err
+        code, _, _ = bench(s, "--cool-down-s", "5", "--dry-run", out="other.jsonl")
+    assert code == 0
+    assert mb.rests([{"rep": 0}, {"rep": 0}, {"reference": "middle"}, {"rep": 1}]) == [0, 2] and mb.rests([]) == []
+
+
+def test_plan_of_the_included_calibration_is_the_one_its_arguments_give(repo):
+    sidecar = json.loads((repo / "data" / "calib" / "calls.jsonl.plan.json").read_text())
+    plan = sidecar["plan"]
+    a = mb.parser().parse_args(["--base-url", "http://x", "--proxy-url", "http://y", "--server-kind", "vllm", "--out", "z", "--reps", "5"])
+    _, made, _ = mb.make_plan(a, plan["model"], 32768)
+    assert mb.plan_hash(made) == mb.plan_hash(plan) == sidecar["plan_sha256"]
+
+
 def test_prompts_differ_between_runs_from_their_first_words(bench):
     with ModelServer("vllm") as s:
         for out in ("a.jsonl", "b.jsonl"):
