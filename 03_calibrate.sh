@@ -7,9 +7,17 @@
 #   bash 03_calibrate.sh                 # everything else; interrupted, it goes on from there
 #   FORCE=1 bash 03_calibrate.sh         # anew; the old calibration moves to calib.<time>
 #
+# CALIB_COMPARE_REPS=3 measures the grid over the other transport too (streamed token ids, when the agent's chat is the first) and writes
+# what differs per cell to transports.csv.
+#
 # Leaves DATA_DIR/calib/ (idle_bare, idle_loaded, samples, calls, append_calls) and RESULTS_DIR/calib/ (params.json, calls_energy.csv, figures).
 source "$(dirname "$0")/common.sh"
 [[ $# -eq 0 || $* == --idle-bare ]] || die "unknown arguments '$*' (see --help)" 2
+setting CALIB_COMPARE_REPS '[0-9]+' 'a whole number'
+OTHER_TRANSPORT=completions
+[[ $CALIB_TRANSPORT == chat ]] || OTHER_TRANSPORT=chat
+((CALIB_COMPARE_REPS == 0)) || [[ $SERVER_KIND != openai ]] ||
+	die "setting CALIB_COMPARE_REPS='$CALIB_COMPARE_REPS': a server of kind openai has no token ids to compare chat with; set it to 0" 2
 need_venv
 mkdir -p "$CALIB_DATA" logs
 
@@ -68,7 +76,7 @@ bench() { # NAME CALLS_JSONL [ARGS]: the microbenchmark under the sampler
 	rm -f "${CALIB_DATA:?}/$name".* "${CALIB_DATA:?}/$calls"*
 	start_proxy "$CALIB_DATA/$name.proxy.jsonl" "logs/proxy-calib.log"
 	start_sampler "$CALIB_DATA/$name.csv" "logs/sampler-$name.log"
-	"$PY" microbench.py --base-url "$SERVER_URL" --proxy-url "$PROXY_URL" --server-kind "$SERVER_KIND" --out "$CALIB_DATA/$calls" \
+	supervise -- "$PY" microbench.py --base-url "$SERVER_URL" --proxy-url "$PROXY_URL" --server-kind "$SERVER_KIND" --out "$CALIB_DATA/$calls" \
 		--transport "$CALIB_TRANSPORT" --quiet-s "$CALIB_QUIET_S" "$@" || rc=$?
 	stop "$SAMPLER_PID" || warn "the sampler ended badly (exit $?): see logs/sampler-$name.log"
 	stop "$PROXY_PID" || true
@@ -81,9 +89,14 @@ if [[ -n $APPEND_CACHED ]]; then
 	bench append_samples append_calls.jsonl --append --append-cached "$APPEND_CACHED" --append-uncached "$APPEND_UNCACHED" --outputs "$APPEND_OUTPUTS" --reps 1
 	append=(--append "$CALIB_DATA/append_calls.jsonl" --append-samples "$CALIB_DATA/append_samples.csv")
 fi
+compare=()
+if ((CALIB_COMPARE_REPS > 0)); then
+	bench compare_samples compare_calls.jsonl --transport "$OTHER_TRANSPORT" --contexts "$CALIB_CONTEXTS" --outputs "$CALIB_OUTPUTS" --reps "$CALIB_COMPARE_REPS"
+	compare=(--compare "$CALIB_DATA/compare_calls.jsonl" --compare-samples "$CALIB_DATA/compare_samples.csv")
+fi
 
 bare=()
 [[ ! -e $CALIB_DATA/idle_bare.csv ]] || bare=(--idle-bare "$CALIB_DATA/idle_bare.csv")
 "$PY" calibrate.py --samples "$CALIB_DATA/samples.csv" --calls "$CALIB_DATA/calls.jsonl" --idle-loaded "$CALIB_DATA/idle_loaded.csv" "${bare[@]}" "${append[@]}" \
-	--out-dir "$CALIB_RESULTS"
+	"${compare[@]}" --out-dir "$CALIB_RESULTS"
 log "next: bash 05_oracle_check.sh LIST, then bash 06_run_batch.sh LIST \"POLICIES\" REPETITIONS"

@@ -11,8 +11,10 @@
 4. Errors are held out: one cell, or one context, is left out and the form is chosen anew without it. Intervals: bootstrap over cells.
 5. Append calls are never fitted: they validate. What the design does not identify is said, not guessed.
 
-Writes to --out-dir: params.json (last), calls_energy.csv, models.csv (models of the literature on the same data), append_energy.csv,
-idle_after_call.csv, and the figures energy_model_*, energy_per_token_*, repeatability_*, residuals_* (.png; numbers in .csv).
+--compare takes the calls of the same grid over another transport (streamed token-id completions, say): never fitted either, what differs
+per cell is a result. Writes to --out-dir: params.json (last), calls_energy.csv, models.csv (models of the literature on the same data),
+append_energy.csv, transports.csv, idle_after_call.csv, and the figures energy_model_*, energy_per_token_*, repeatability_*,
+residuals_* (.png; numbers in .csv).
 """
 
 import argparse
@@ -53,6 +55,7 @@ BOUND_DRAWS = 400  # enough for a one-sided 95 % bound; each costs a fit of its 
 SEED = 20260205
 LINEARITY_TOLERANCE = 0.1
 APPEND_TOLERANCE = 0.05
+SAME_WORK = 0.01  # cells of two transports are compared when they differ by no more than this share of the prompt and of the output
 GAIN = 0.05  # systematic: NVIDIA states +-5 % for the power reading that the counter integrates; cancels in ratios
 # An idle file is refused when its power moves by more than this share over its length, or when this share of its energy lies in bursts.
 IDLE_LIMITS = {"gpu": {"trend": 0.03, "bursts": 0.01}, "cpu": {"trend": 0.15, "bursts": 0.10}, "dram": {"trend": 0.15, "bursts": 0.10}}
@@ -687,7 +690,7 @@ def compare(design, cells, misses):
 
 
 def calibrate(samples_path, calls_path, idle_loaded=None, idle_bare=None, append=None, append_samples=None, out_dir="results/calib",
-              hardware=None, model=None, floor_above=None, draws=1000, figures=True):  # fmt: skip
+              hardware=None, model=None, floor_above=None, draws=1000, figures=True, compare=None, compare_samples=None):  # fmt: skip
     """Measure, fit, write (see the module's text) and return what params.json holds. Raises DataError on input that cannot be used."""
     import pandas as pd
 
@@ -707,14 +710,22 @@ def calibrate(samples_path, calls_path, idle_loaded=None, idle_bare=None, append
     if floor_above is None:
         floor_above = round((low + (low if high is None else high)) / 2) if low else 0
     idle = read_idle({"loaded": idle_loaded, "bare": idle_bare}, samples, check)
-    same = append and str(append_samples or samples_path) == str(samples_path)
-    measured, quiet = measure_calls(samples, calls, read_calls(append) if same else None)
+    more = {"append": (append, append_samples), "compare": (compare, compare_samples)}
+    runs = {"calls": (calls, samples_path)} | {name: (read_calls(path), own or samples_path) for name, (path, own) in more.items() if path}
+
+    def others_of(name):
+        """Calls of the other files that fell into the same samples: activity beside those of `name`."""
+        tables = [table for other, (table, path) in runs.items() if other != name and str(path) == str(runs[name][1])]
+        return pd.concat(tables, ignore_index=True) if tables else None
+
+    measured, quiet = measure_calls(samples, calls, others_of("calls"))
     domains = check_domains(samples, calls, measured, quiet, idle, check)
 
     rng = np.random.default_rng(SEED)
     params = {"schema": 1, "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "inputs": {}}
     for name, path in (("samples", samples_path), ("calls", calls_path), ("idle_loaded", idle_loaded), ("idle_bare", idle_bare),
-                       ("append", append), ("append_samples", append_samples if append else None)):  # fmt: skip
+                       ("append", append), ("append_samples", append_samples if append else None),
+                       ("compare", compare), ("compare_samples", compare_samples if compare else None)):  # fmt: skip
         if path:
             params["inputs"][name] = {"path": str(path), "sha256": energylib.sha256(path)}
     served = sorted({m for m in calls["model"] if isinstance(m, str)})
@@ -785,7 +796,10 @@ def calibrate(samples_path, calls_path, idle_loaded=None, idle_bare=None, append
             check("identified", "note" if term == "prefill_floor" else "warning", text, quantity=name, term=term)
     params["validation"] = None
     if append:
-        validate(params, append, append_samples or samples_path, samples, calls if same else None, out_dir, check)
+        validate(params, append, append_samples or samples_path, samples, others_of("append"), out_dir, check)
+    if compare:
+        of_samples = samples if compare_samples is None else energylib.read_samples(compare_samples)
+        compare_transports(params, (calls, samples, measured), (compare, runs["compare"][0], of_samples, others_of("compare")), out_dir, check)
     params["checks"] = checks
 
     pd.DataFrame(literature).to_csv(out_dir / "models.csv", index=False, lineterminator="\n", float_format="%.6g")
@@ -1060,6 +1074,107 @@ def validate(params, path, samples_path, samples, others, out_dir, check):
         check("append", "ok" if ok else "warning", text, quantity=name)
 
 
+def compare_transports(params, here, there, out_dir, check):
+    """The same cells over two transports: fills params["validation"]["transports"], writes transports.csv.
+
+    `here`: (calls, samples, what measure_calls says of them); `there`: (path, calls, samples, other calls in these samples)."""
+    import pandas as pd
+
+    (calls, own_samples, measured), (path, other, samples, beside) = here, there
+    other.loc[other["state"].isin(["append", "fill"]) & (other["unused"] == ""), "unused"] = "append cells are not compared"
+    other["cell"] = cell_names(other)
+    names = [(energylib.hardware_name(s.meta), ", ".join(sorted({m for m in c["model"] if isinstance(m, str)})))
+             for s, c in ((own_samples, calls), (samples, other))]  # fmt: skip
+    for name, expected, found in zip(("hardware", "model"), *names, strict=True):
+        if found and expected and found != expected:
+            check("transports", "warning", f"{path}: {name}: found {found}, the calls that it is compared with have {expected}")
+    sides = [per_call(params, calls, measured), per_call(params, other, measure_calls(samples, other, beside)[0])]
+    cells = [set(c.loc[c["unused"] == "", "cell"]) for c in (calls, other)]
+    both, unlike, rows = sorted(cells[0] & cells[1]), [], []
+    for cell in both:
+        picks = [((c["unused"] == "") & (c["cell"] == cell)).to_numpy() for c in (calls, other)]
+        tokens = [np.array([t[pick].mean() for t in tokens_of(c)]) for c, pick in zip((calls, other), picks, strict=True)]
+        if (np.abs(tokens[1] - tokens[0]) > SAME_WORK * tokens[0][[0, 0, 2]]).any():
+            unlike.append(cell_label(cell))
+            continue
+        row = dict(zip(("context", "output", "state"), cell, strict=True))
+        for name in sides[0]:
+            if name in sides[1]:
+                a, b = (side[name][pick] for side, pick in zip(sides, picks, strict=True))
+                rows.append({"cell": cell_label(cell), **row, "quantity": name, **ratio_of(a[np.isfinite(a)], b[np.isfinite(b)])})
+    columns = ["cell", "context", "output", "state", "quantity", "n", "mean", "sd", "compare_n", "compare_mean", "compare_sd", "difference",
+               "ratio", "ratio_lo", "ratio_hi"]  # fmt: skip
+    table = pd.DataFrame(rows, columns=columns)
+    table.to_csv(out_dir / "transports.csv", index=False, lineterminator="\n", float_format="%.9g")
+    said = sorted({t for t in other["transport"] if isinstance(t, str)})
+    result = {"transport": params["transport"], "compare_transport": ", ".join(said) or None, "cells": len(both) - len(unlike)}
+    result |= {"not_compared": sorted(unlike + [cell_label(c) for c in cells[0] ^ cells[1]])}
+    for name in dict.fromkeys(table["quantity"]):
+        part = table[(table["quantity"] == name) & table["ratio"].notna()]
+        if len(part):
+            result[name] = overall_ratio(part["ratio"].to_numpy(float), list(part["cell"]))
+    params["validation"] = {**(params["validation"] or {}), "transports": result}
+    if unlike:
+        check("transports", "warning", f"{len(unlike)} cells are not compared, their token counts differ: {', '.join(unlike)}")
+    parts = []
+    for name, found in result.items():
+        if isinstance(found, dict):
+            inside = "" if found["lo"] is None else f" ({found['lo'] - 1:+.2%} to {found['hi'] - 1:+.2%})"
+            parts.append(f"{name} {found['ratio'] - 1:+.2%}{inside}, most {found['largest'] - 1:+.1%} ({found['largest_cell']})")
+    words = f"{result['compare_transport'] or 'the compared calls'} against {result['transport'] or 'the fitted calls'}"
+    if not parts:
+        check("transports", "warning", f"{path}: no cell in common with the fitted calls: nothing to compare")
+    else:
+        check("transports", "ok", f"{words}, mean of {result['cells']} cells: " + "; ".join(parts))
+
+
+def per_call(params, calls, measured):
+    """{quantity: values of every call}: its time, and energy above idle and in total for what was fitted and is measured here."""
+    duration = calls["duration_s"].to_numpy()
+    out = {"time_s": duration}
+    for group, fit in params["energy"].items():
+        if all(d in measured for d in fit["domains"]):
+            out[f"{group}_above_idle_j"] = sum(measured[d]["above_idle_j"] for d in fit["domains"])
+            out[f"{group}_total_j"] = out[f"{group}_above_idle_j"] + sum(measured[d]["idle_w"] for d in fit["domains"]) * duration
+    return out
+
+
+def ratio_of(a, b):
+    """Means of two samples of one cell, their difference (b - a) and ratio (b / a) with the interval of Welch's t on the logarithm."""
+    out = {"n": len(a), "mean": a.mean() if len(a) else np.nan, "sd": a.std(ddof=1) if len(a) > 1 else np.nan}
+    out |= {"compare_n": len(b), "compare_mean": b.mean() if len(b) else np.nan, "compare_sd": b.std(ddof=1) if len(b) > 1 else np.nan}
+    out["difference"] = out["compare_mean"] - out["mean"]
+    positive = out["mean"] > 0 and out["compare_mean"] > 0
+    ratio = out["ratio"] = out["compare_mean"] / out["mean"] if positive else np.nan
+    out["ratio_lo"] = out["ratio_hi"] = np.nan
+    if positive and len(a) > 1 and len(b) > 1:
+        parts = [(x.std(ddof=1) / x.mean()) ** 2 / len(x) for x in (a, b)]
+        if sum(parts) > 0:
+            free = sum(parts) ** 2 / sum(v * v / (len(x) - 1) for v, x in zip(parts, (a, b), strict=True))
+            wide = np.exp(t_quantile(free) * np.sqrt(sum(parts)))
+            out["ratio_lo"], out["ratio_hi"] = ratio / wide, ratio * wide
+    return out
+
+
+def overall_ratio(ratios, cells):
+    """Geometric mean of the cells' ratios with a t interval over cells, and the cell that is furthest from 1."""
+    logs = np.log(ratios)
+    half = t_quantile(len(logs) - 1) * logs.std(ddof=1) / np.sqrt(len(logs)) if len(logs) > 1 else None
+    worst = int(np.argmax(np.abs(logs)))
+    lo, hi = (None, None) if half is None else (float(np.exp(logs.mean() - half)), float(np.exp(logs.mean() + half)))
+    return {"ratio": float(np.exp(logs.mean())), "lo": lo, "hi": hi, "cells": len(logs), "largest": float(ratios[worst]),
+            "largest_cell": cells[worst]}  # fmt: skip
+
+
+def t_quantile(free):
+    """Two-sided quantile of Student's t for INTERVAL at `free` degrees of freedom: the distribution's integral, solved by halving."""
+    x = np.tan(np.linspace(0, np.pi / 2, 200_001)[:-1])  # t = tan(angle) makes the integral one over a finite, smooth stretch
+    angle = np.arctan(x)
+    density = (1 + x * x / free) ** (-(free + 1) / 2) / np.cos(angle) ** 2
+    mass = np.r_[0.0, np.cumsum((density[1:] + density[:-1]) / 2 * np.diff(angle))]
+    return float(np.interp(INTERVAL, mass / mass[-1], x))
+
+
 def write_after_call(idle, out_dir):
     import pandas as pd
 
@@ -1304,7 +1419,7 @@ def summary(params, out_dir):
     cached = parts and parts["first_token"]["terms"].get("cached")
     if cached and cached.get("value"):
         lines += ["", f"time to first token on hits grows by {cached['value'] * 1e6:.2f} microseconds per cached token"]
-    told = [c for c in params["checks"] if c["level"] in ("warning", "refused") or c["check"] in ("append", "linearity")]
+    told = [c for c in params["checks"] if c["level"] in ("warning", "refused") or c["check"] in ("append", "linearity", "transports")]
     lines += [""] + [f"{c['level']}: {c['text']}" for c in told]
     lines += ["", f"wrote {out_dir}/params.json, models.csv, calls_energy.csv and figures",
               f"next: bash 06_run_batch.sh; python3 align_trial.py data/traj/* --calib {out_dir} --out results/trials.csv"]  # fmt: skip
@@ -1319,6 +1434,8 @@ def main(argv=None):
     parser.add_argument("--idle-bare", help="samples without a server")
     parser.add_argument("--append", help="calls.jsonl of the append cells: validation, never fitted")
     parser.add_argument("--append-samples", help="samples of the append cells (default: --samples)")
+    parser.add_argument("--compare", help="calls.jsonl of the same grid over another transport: compared cell by cell, never fitted")
+    parser.add_argument("--compare-samples", help="samples of these calls (default: --samples)")
     parser.add_argument("--out-dir", default="results/calib", help="default: %(default)s")
     parser.add_argument("--hardware", help="the machine in words (default: from the sampler's sidecar)")
     parser.add_argument("--model", help="the model's name (default: from the calls)")
@@ -1330,7 +1447,7 @@ def main(argv=None):
     a = parser.parse_args(argv)
     try:
         params = calibrate(a.samples, a.calls, a.idle_loaded, a.idle_bare, a.append, a.append_samples, a.out_dir, a.hardware, a.model,
-                           a.floor_above, a.bootstrap, not a.no_figures)  # fmt: skip
+                           a.floor_above, a.bootstrap, not a.no_figures, a.compare, a.compare_samples)  # fmt: skip
     except (DataError, FileNotFoundError, IsADirectoryError, PermissionError) as e:
         print(f"calibrate.py: {e}", file=sys.stderr)
         return 2

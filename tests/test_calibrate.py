@@ -420,6 +420,128 @@ def test_append_cells_in_the_grid_s_file_are_not_fitted(tmp_path):
     assert f"{len(APPEND)} calls are not fitted: append cells" in texts(params, "note")
 
 
+# ---- two transports ----
+
+
+def slower_run(folder, factor, seed=2, **settings):
+    """Another run of the grid on a machine that takes `factor` of the energy above idle, and of the time, of the first."""
+    truth = {name: {term: v * factor for term, v in terms.items()} for name, terms in TRUTH.items()}
+    return make_run(folder, truth=truth, seed=seed, **settings)
+
+
+GRID = {"contexts": (1024, 4096, 16384), "outputs": (64, 256), "reps": 4}
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.04, 0.9])
+def test_a_known_difference_between_transports_is_found_in_every_cell(tmp_path, factor):
+    here, there = make_run(tmp_path / "here", **GRID), slower_run(tmp_path / "there", factor, **GRID)
+    calls = [r | {"transport": "completions"} for r in there.calls]
+    there.paths["calls_path"].write_text("".join(json.dumps(r) + "\n" for r in calls))
+    compared = {"compare": there.paths["calls_path"], "compare_samples": there.paths["samples_path"]}
+    params = calibrate.calibrate(**here.paths, **compared, out_dir=tmp_path / "out", draws=0, figures=False)
+    found = params["validation"]["transports"]
+    assert (found["transport"], found["compare_transport"], found["cells"], found["not_compared"]) == ("chat", "completions", 12, [])
+    for quantity in ("time_s", "gpu_above_idle_j", "gpu_total_j"):
+        q = found[quantity]
+        assert q["lo"] < q["ratio"] < q["hi"] and q["cells"] == 12
+        assert q["ratio"] == pytest.approx(factor, abs=0.008)
+        if factor != 1:
+            assert not q["lo"] <= 1 <= q["hi"]
+    rows = rows_of(tmp_path / "out" / "transports.csv")
+    assert len(rows) == 12 * 3
+    inside = sum(float(r["ratio_lo"]) <= factor <= float(r["ratio_hi"]) for r in rows)
+    assert inside >= 30  # of 36 intervals of 95 %, three of each cell not independent
+    for r in rows:
+        assert float(r["difference"]) == pytest.approx(float(r["compare_mean"]) - float(r["mean"]), abs=1e-6)
+        assert (r["n"], r["compare_n"]) == ("4", "4")
+    assert params["inputs"]["compare"]["sha256"] == energylib.sha256(there.paths["calls_path"])
+    line = [text for text in calibrate.summary(params, tmp_path) if "completions against chat" in text]
+    assert len(line) == 1 and "mean of 12 cells" in line[0]
+
+
+def test_a_comparison_changes_nothing_that_is_fitted(tmp_path):
+    here, there = make_run(tmp_path / "here", append=APPEND, **GRID), slower_run(tmp_path / "there", 1.1, **GRID)
+    plain = calibrate.calibrate(**here.paths, out_dir=tmp_path / "a", draws=20, figures=False)
+    compared = {"compare": there.paths["calls_path"], "compare_samples": there.paths["samples_path"]}
+    params = calibrate.calibrate(**here.paths, **compared, out_dir=tmp_path / "b", draws=20, figures=False)
+    assert set(params["validation"]) == {"append", "transports"} and set(plain["validation"]) == {"append"}
+    params["validation"].pop("transports")
+    for name in ("compare", "compare_samples"):
+        params["inputs"].pop(name)
+    params["checks"] = [c for c in params["checks"] if c["check"] != "transports"]
+    assert params | {"created": ""} == plain | {"created": ""}
+    assert not (tmp_path / "a" / "transports.csv").exists()
+
+
+def test_cells_of_other_work_or_of_one_side_are_not_compared(tmp_path):
+    here = make_run(tmp_path / "here", **GRID)
+    there = slower_run(tmp_path / "there", 1.0, **(GRID | {"contexts": (1024, 4096)}))
+    calls = [r | {"completion_tokens": 60} if r["cell"]["output"] == 64 and r["cell"]["context"] == 1024 else r for r in there.calls]
+    there.paths["calls_path"].write_text("".join(json.dumps(r) + "\n" for r in calls))
+    compared = {"compare": there.paths["calls_path"], "compare_samples": there.paths["samples_path"]}
+    params = calibrate.calibrate(**here.paths, **compared, out_dir=tmp_path / "out", draws=0, figures=False)
+    found = params["validation"]["transports"]
+    assert found["cells"] == 6 and len(found["not_compared"]) == 2 + 4
+    assert "2 cells are not compared, their token counts differ: 1024/64 hit, 1024/64 miss" in texts(params, "warning")
+
+
+def test_comparison_in_the_same_samples_counts_as_activity(tmp_path):
+    """Both transports in turns, under one sampler: the calls of one are not taken for the quiet of the other."""
+    made = make_run(tmp_path, noise=0.002, quiet_s=0.6, **GRID)
+    files = [tmp_path / "even.jsonl", tmp_path / "odd.jsonl"]
+    for k, path in enumerate(files):
+        path.write_text("".join(json.dumps(r) + "\n" for r in made.calls if r["cell"]["rep"] % 2 == k))
+    made.paths["calls_path"] = files[0]
+    params = calibrate.calibrate(**made.paths, compare=files[1], out_dir=tmp_path / "out", draws=0, figures=False)
+    found = params["validation"]["transports"]
+    assert found["cells"] == 12 and found["gpu_above_idle_j"]["ratio"] == pytest.approx(1, abs=0.01)
+    assert "not quiet" not in texts(params)
+
+
+def test_another_machine_or_no_common_cell_is_told(tmp_path):
+    here, there = make_run(tmp_path / "here", **GRID), make_run(tmp_path / "there", **(GRID | {"contexts": (2048, 8192)}))
+    meta = tmp_path / "there" / "samples.meta.json"
+    meta.write_text(meta.read_text().replace("Synthetic CPU", "Other CPU"))
+    compared = {"compare": there.paths["calls_path"], "compare_samples": there.paths["samples_path"]}
+    params = calibrate.calibrate(**here.paths, **compared, out_dir=tmp_path / "out", draws=0, figures=False)
+    said = texts(params, "warning")
+    assert "hardware: found 1x Synthetic GPU; Other CPU" in said and "no cell in common" in said
+    assert params["validation"]["transports"]["cells"] == 0
+
+
+def test_h200_energy_above_idle_does_not_depend_on_the_transport(repo, tmp_path):
+    """Two runs of one grid on the same kind of machine, one as non-streamed chat through the proxy, one as streamed token ids without it."""
+    data, other = repo / "data" / "calib", repo / "tests" / "data" / "h200_qwen3_30b_a3b"
+    params = calibrate.calibrate(data / "samples.csv", data / "calls.jsonl", data / "idle_loaded.csv", out_dir=tmp_path, draws=0, figures=False,
+                                 compare=other / "calls.jsonl", compare_samples=other / "samples.csv")  # fmt: skip
+    found = params["validation"]["transports"]
+    assert found["cells"] == 30
+    assert found["gpu_above_idle_j"]["ratio"] == pytest.approx(1, abs=0.01)
+    assert found["time_s"]["hi"] < 1, "chat takes longer: rendering and tokenizing the prompt, at idle power"
+
+
+def test_intervals_of_ratios_hold_what_they_promise():
+    rng, inside, overall = np.random.default_rng(0), [], []
+    for _ in range(300):
+        row = calibrate.ratio_of(*(1 + 0.02 * rng.standard_normal((2, 4))))
+        inside.append(row["ratio_lo"] <= 1 <= row["ratio_hi"])
+        found = calibrate.overall_ratio(np.exp(0.02 * rng.standard_normal(8)), list("abcdefgh"))
+        overall.append(found["lo"] <= 1 <= found["hi"])
+    for share in (np.mean(inside), np.mean(overall)):
+        assert 0.91 <= share <= 0.985
+
+
+def test_a_ratio_of_single_calls_has_no_interval():
+    row = calibrate.ratio_of(np.array([2.0]), np.array([3.0, 3.1]))
+    assert row["ratio"] == pytest.approx(1.525) and np.isnan(row["ratio_lo"]) and np.isnan(row["sd"])
+    assert np.isnan(calibrate.ratio_of(np.array([-0.1, 0.05]), np.array([1.0, 1.1]))["ratio"]), "a cell that does not rise above idle has none"
+
+
+@pytest.mark.parametrize("free, expected", [(1, 12.706), (2, 4.303), (4.5, 2.659), (10, 2.228), (29, 2.045)])
+def test_quantile_of_students_t(free, expected):
+    assert calibrate.t_quantile(free) == pytest.approx(expected, rel=5e-4)
+
+
 # ---- the program ----
 
 
