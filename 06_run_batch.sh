@@ -77,7 +77,7 @@ run_rows() { # rows of the plan, one by one; what failed for infrastructure reas
 		((ran == 0)) || eta=", about $(((SECONDS - begin) * ($# - i + 1) / ran / 60 + 1)) min left"
 		log "$i/$# $name ($mode$eta)"
 		rc=0
-		MODE=$mode bash 04_run_trial.sh "$task" "$policy" "$rep" ${recording:+"$recording"} || rc=$?
+		MODE=$mode stage 04_run_trial.sh "$task" "$policy" "$rep" ${recording:+"$recording"} || rc=$?
 		ran=$((ran + 1))
 		case $rc in
 		0) in_a_row=0 ;;

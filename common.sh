@@ -87,9 +87,6 @@ adapter() { # WHAT [ARGS]: ask the server, whatever its kind
 	"$PY" servers/adapter.py "$what" --kind "$SERVER_KIND" --url "$SERVER_URL" "$@"
 }
 
-# supervise ARGS...: run something of ours in a process group that cannot outlive us (see stages/supervise.py)
-supervise() { "$PY" stages/supervise.py "$@"; }
-
 # Background processes of a stage, ended in reverse order however the stage ends. `spawn VARIABLE ARGS` puts the pid into VARIABLE:
 # in a $(...) the process would be a grandchild that this shell can neither wait for nor be watched by.
 SPAWNED=()
@@ -100,6 +97,17 @@ spawn() {
 	pid_of=$!
 	SPAWNED+=("$pid_of")
 }
+# supervise ARGS...: run something to its end in a process group that cannot outlive us (see stages/supervise.py). In the background and
+# waited for, since bash answers a signal only once its foreground command has ended.
+supervise() {
+	local pid code=0
+	spawn pid "$@"
+	wait "$pid" || code=$?
+	unset 'SPAWNED[-1]'
+	return "$code"
+}
+# stage SCRIPT ARGS...: run another stage
+stage() { supervise -- bash "$@"; }
 # stop PID: end one background process and return its exit code
 stop() {
 	local code=0

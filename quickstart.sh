@@ -36,19 +36,19 @@ bash 01_setup.sh
 step "what this machine offers"
 bash 00_env_check.sh >&2 || die "something is missing, see above"
 step "idle power without a server"
-bash 03_calibrate.sh --idle-bare
+stage 03_calibrate.sh --idle-bare
 step "model server, then calibration: what does a model call cost?"
 start_server logs/server.log
 log "server is up: $SERVER_URL (log: logs/server.log)"
-bash 03_calibrate.sh
+stage 03_calibrate.sh
 step "reference solutions: which tasks work here?"
-bash 05_oracle_check.sh tasks/quickstart.txt
+stage 05_oracle_check.sh tasks/quickstart.txt
 step "trajectories: replayed recordings, two context policies, two repetitions"
 batch=0
-bash 06_run_batch.sh tasks/quickstart.txt "summarize-off summarize-2k" 2 || batch=$?
+stage 06_run_batch.sh tasks/quickstart.txt "summarize-off summarize-2k" 2 || batch=$?
 ((batch == 0 || batch == 3)) || exit "$batch"
 step "one live trajectory: the small model acts for itself, whatever it achieves"
-MODE=live AGENT_TIMEOUT_S=${AGENT_TIMEOUT_S:-60} BATCH_IDLE_S=${LIVE_IDLE_S:-3} bash 06_run_batch.sh tasks/quickstart_live.txt summarize-off 1 || batch=$?
+MODE=live AGENT_TIMEOUT_S=${AGENT_TIMEOUT_S:-60} BATCH_IDLE_S=${LIVE_IDLE_S:-3} stage 06_run_batch.sh tasks/quickstart_live.txt summarize-off 1 || batch=$?
 ((batch == 0 || batch == 3)) || exit "$batch"
 stop "$SERVER_PID" || true
 step "alignment and evaluation: where did the energy go?"

@@ -97,6 +97,10 @@ def main():
         print(f"llamacpp: port {a.port} on {a.host} cannot be used ({e.strerror}): stop what listens there, or set PORT", file=sys.stderr)
         sys.exit(2)
 
+    # libgomp's threads sleep at a barrier after about 1 ms; when anything else runs on the machine they then wait for the scheduler at every one of
+    # a token's hundreds of barriers (measured on 2 busy cores: 15 s instead of 2.5 s a call). These spins last a few tens of milliseconds at most,
+    # so that an idle server is idle.
+    os.environ.setdefault("GOMP_SPINCOUNT", "5000000")
     import xllamacpp as xlc
 
     slots = a.cache_dir / "slots"  # llama.cpp erases a slot only when it could also save it; nothing is ever saved

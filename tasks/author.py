@@ -44,7 +44,7 @@ def reply_text(reply, where):
     out = {"analysis": reply["analysis"].strip(), "plan": reply["plan"].strip(), "commands": commands}
     if reply.get("done"):
         out["task_complete"] = True
-    return json.dumps(out, indent=2, ensure_ascii=False)
+    return json.dumps(out, ensure_ascii=False)
 
 
 def recording(source):

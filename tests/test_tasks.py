@@ -196,7 +196,8 @@ def test_summaries_at_2k_fire_in_the_quickstart_and_change_no_outcome(tmp_path, 
     recordings = recordings_numbered(nn, listed("quickstart.txt"))
     results = replay(tmp_path, recordings, f"proactive_summarization_threshold={8192 - 2048}")
     assert {n: reward(r) for n, r in results.items()} == {n: float(r["expected_outcome"] == "success") for n, r in recordings.items()}
-    assert all(r["agent_result"]["metadata"]["summarization_count"] >= 1 for r in results.values())
+    fired = {name for name, r in results.items() if r["agent_result"]["metadata"]["summarization_count"] >= 1}
+    assert any("sqlite-query" in name for name in fired), fired  # the task on which the two policies differ
 
 
 @pytest.mark.integration
