@@ -14,7 +14,9 @@ def close(a, b, where=""):
             return f"{where}: keys {sorted(a.keys() ^ b.keys())}"
         return next((d for k in a if (d := close(a[k], b[k], f"{where}.{k}"))), None)
     if isinstance(a, list) and isinstance(b, list):
-        return f"{where}: length" if len(a) != len(b) else next((d for i, (x, y) in enumerate(zip(a, b, strict=True)) if (d := close(x, y, f"{where}[{i}]"))), None)
+        if len(a) != len(b):
+            return f"{where}: length"
+        return next((d for i, (x, y) in enumerate(zip(a, b, strict=True)) if (d := close(x, y, f"{where}[{i}]"))), None)
     if isinstance(a, float) or isinstance(b, float):
         both = isinstance(a, int | float) and isinstance(b, int | float)
         return None if both and math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-9) else f"{where}: {a} {b}"
