@@ -75,21 +75,37 @@ class Tracker:
     lies in (both seconds, monotonic), time at which the value was read. `between()` is called once per step, when no read is due.
 
     A read begun at t0 and ended at t1 saw the counter somewhere in between. Reads that begin before the flip time F (step time
-    minus the unknown delay inside a read) see the old value, later ones the new one; the step lies in [F, F + latency]. F and the
-    period are estimated with their covariance from these yes-or-no answers (a Gaussian filter with probit likelihood).
+    minus the unknown delay inside a read) see the old value, later ones the new one; the step lies in [F, F + latency]. F, the
+    period and its change are estimated with their covariance from these yes-or-no answers (a Gaussian filter with probit likelihood).
     Short reads bracket each step: one read ends up before it, the next after it, and the interval is certain. When reads are so
     long that two of them would be too wide (median above PROBE_S), one read per step is begun at F: what it sees bounds the step
     on one side with certainty, F bounds it on the other.
+
+    Where the limit lies: what a read of length L saw may be L old or brand new, and no series of reads can tell, so no interval
+    is narrower than L. F adds its scatter: with a counter that steps as regularly as an H200's (0.7 ms), half an interval is about
+    L/2 + 1 ms. A step that scatters more than JITTER_S is covered less often than 99 % when reads are that long.
+    A counter that steps every 20 ms (PROBE_PERIOD_S) is located so only with reads below PROBE_S. With longer ones 30 reads a
+    second are too few to keep its steps apart: a prediction over several steps that is off by a step cannot be noticed. Such a
+    counter is read in pairs, back to back until the value changes: certain, seven to ten steps a second, half an interval L.
     """
 
     PROBE_S = 0.0036  # two reads of this length still bracket a step to +-5 ms
-    WIDTH_S = 0.0092  # with longer reads the stated interval may be this wide, or 2 ms more than a read
+    PROBE_PERIOD_S = 0.04  # faster counters are never probed; with reads as long as that they are read in pairs
+    ALIASED = 0.5  # when more than this share of the reads in a row see a new value, steps cannot be told from each other
+    WIDTH_S, SPARE_S = 0.0098, 0.0018  # a probed step's interval is this wide, or so much wider than a read; wider when in doubt
+    JITTER_S = 0.00075  # scatter of F beyond this is that of the delay inside a read, which the read's length covers
+    ENOUGH, ENOUGH_OLD = 2.0, 2.45  # standard deviations of F that such an interval must leave before F, and behind F + latency
+    STREAK = 7  # so many equal answers in a row: F is less certain than thought
     SETTLED_S = 0.0015
-    BURST, RATE = 90, 29.0  # reads: a reserve for finding the period, then at most so many per second
-    AIM_S = 0.00025  # so much after the expected flip a single read is begun
+    # Reads: a reserve for finding the period, then at most so many per second
+    BURST, RATE = 110, 27.0
+    AIM_S = 0.00015  # so much after the expected flip a single read is begun
     NEAREST_S = 0.0004  # shortest distance kept from the expected flip
     MIN_TRACK_S = 0.08  # faster counters: only every n-th step is located
     NOISE_S = (0.0003, 0.004)  # scatter of F: the counter's jitter and the delay inside a read
+    SHARES = (0.0, 0.5, 1.0)  # parts of a read's length after which the counter may be seen
+    # How the period may change from step to step; 1 % in 40 s is 2.5 microseconds
+    BEND_S, WANDER, WANDER_BEND = 2e-6, 2e-12, 2e-17
 
     def __init__(self, read, now, sleep_until, emit, tick_s=0.1, stopped=lambda: False, between=lambda: None):
         self.read, self.now, self.sleep_until, self.emit = read, now, sleep_until, emit
@@ -171,6 +187,8 @@ class Tracker:
     def _acquire(self):
         """Poll until the period is known. True: locked (period, flip). False: not yet (the caller calls again)."""
         flips = []  # (begin of the last read that saw the old value, begin and end of the first that saw the new)
+        # reads held back by the budget would miss steps and see a new value every time
+        self._wait(self.now() + (60 - self.tokens) / self.RATE)
         old = self._read()
         seen, changes, fast = 1, 0, False
         while not self.stopped():
@@ -188,10 +206,14 @@ class Tracker:
                 self.between()
             old = new
             fast |= seen == 12 and len(flips) >= 2
-            if seen >= 24 and changes > 0.85 * seen:
-                return self._fast()
-            if seen >= 24 and len(flips) >= (7 if fast else 4) and self._fit(flips):
-                return True
+            if seen >= 24 and changes > self.ALIASED * seen:
+                return self._fast(changes < 0.85 * seen)
+            if new[0] - old[0] > 0.03 + 2 * spacing:
+                seen, changes, flips = 0, 0, []  # the budget is spent after all
+            if fast and new[1] - old[0] > spacing + 0.6 * self._latency() + 0.002:
+                flips = []  # held up: steps of a fast counter may have been missed
+            if seen >= 24 and len(flips) >= (7 if fast or self._latency() > self.PROBE_S else 4) and self._fit(flips):
+                return True if self.period >= self.PROBE_PERIOD_S or self._latency() < self.PROBE_S else self._fast(True)
             if len(flips) >= 16:
                 flips = flips[-8:]
         return False
@@ -220,34 +242,51 @@ class Tracker:
         self.period, self.flip = period, mean_t + period * (index[-1] - mean_i)
         sd = width / 3
         slope = sd**2 / spread
-        # covariance of (flip, period)
-        self.cov = [sd**2 / n + slope * (index[-1] - mean_i) ** 2, slope * (index[-1] - mean_i), slope]
+        # covariance of (flip, period, change of the period per step)
+        self.cov = [sd**2 / n + slope * (index[-1] - mean_i) ** 2, slope * (index[-1] - mean_i), slope, 0.0, 0.0, self.BEND_S**2]
+        self.bend, self.fit = 0.0, [0.0] * len(self.SHARES)
         self.noise, self.lost, self.astray, self.fitted, self.turn, self.doubt = 0.0007, 0, 0.0, period, 0, 0
+        self.streak, self.answer = 0, None
         return True
 
     def _advance(self, skip):
         """The filter's prediction for `skip` steps ahead."""
-        pp, pt, tt = self.cov
-        # the period wanders (1 % in a minute is 1.7 microseconds a step)
-        tt += skip * 5e-11
-        self.cov = [pp + 2 * skip * pt + skip * skip * tt + skip * 1e-9, pt + skip * tt, tt]
-        self.flip += skip * self.period
+        pp, pt, tt, pb, tb, bb = self.cov
+        k, h = skip, skip * skip / 2
+        p, q, r = pp + k * pt + h * pb, pt + k * tt + h * tb, pb + k * tb + h * bb
+        u, v = tt + k * tb, tb + k * bb
+        self.cov = [p + k * q + h * r + k * 1e-9, q + k * r, u + k * v + k * self.WANDER, r, v, bb + k * self.WANDER_BEND]
+        self.flip += k * self.period + h * self.bend
+        self.period += k * self.bend
 
     def _saw(self, read, new):
         """`read` saw the new value or still the old one: update flip, period, covariance, noise."""
         t0, t1, _ = read
-        if new and t1 - t0 > 1.5 * self._latency():
-            return  # a read held up somewhere: that it saw the new value says little about its begin
-        pp, pt, tt = self.cov
+        longer = t1 - t0 - self._latency()
+        if longer > 0.5 * self._latency():
+            if new:
+                return  # a read held up somewhere: that it saw the new value says little about its begin
+            longer = 0.0
+        pp, pt, tt, pb, tb, bb = self.cov
         v = math.sqrt(pp + self.noise**2)
         side = -1.0 if new else 1.0
-        u = side * (self.flip - t0) / v
+        # Where inside a read the counter is seen moves F with the read's length, by a share of it. The share that explains the
+        # answers best is taken; it says nothing about the part of the delay that does not vary, so intervals do not rest on it.
+        for k, share in enumerate(self.SHARES):
+            tail = 0.5 * math.erfc(-side * (self.flip - t0 - share * longer) / v / math.sqrt(2))
+            self.fit[k] = 0.99 * self.fit[k] + math.log(max(tail, 1e-3))
+        share = self.SHARES[self.fit.index(max(self.fit))]
+        u = side * (self.flip - t0 - share * longer) / v
         tail = 0.5 * math.erfc(-u / math.sqrt(2))
         r = math.exp(-u * u / 2) / math.sqrt(2 * math.pi) / tail if u > -6 else -u
-        shrink = r * (r + u) / (v * v)
-        self.flip += side * r * pp / v
-        self.period += side * r * pt / v
-        self.cov = [pp - shrink * pp * pp, pt - shrink * pp * pt, tt - shrink * pt * pt]
+        shrink, step = r * (r + u) / (v * v), side * r / v
+        self.flip += step * pp
+        self.period += step * pt
+        self.bend += step * pb
+        self.cov = [
+            pp - shrink * pp * pp, pt - shrink * pp * pt, tt - shrink * pt * pt,
+            pb - shrink * pp * pb, tb - shrink * pt * pb, bb - shrink * pb * pb,
+        ]  # fmt: skip
         lowest, highest = self.NOISE_S
         self._surprised(u < -2)
         if u < -1:  # one answer in six or less
@@ -255,19 +294,32 @@ class Tracker:
         elif 1 < u < 2.5:
             self.noise = max(lowest, self.noise * 0.98)
 
-    def _fast(self):
-        """The counter changes with every read: the read's own time is the step. One read a tick."""
+    def _fast(self, pairs):
+        """The counter changes with every read: the read's own time is the step, one read a tick. `pairs`: it changes with most
+        reads, because a read takes nearly as long as a step: read on until it changes, the step lies in the last two reads."""
         self.period = None
         due = self.now()
-        for _ in range(round(30 / self.tick_s)):  # then look again
+        for _ in range(round((300 if pairs else 30) / self.tick_s)):  # then look again
             if self.stopped():
                 break
             due = max(due + self.tick_s, self.now())
-            self._wait(due)
-            t0, t1, value = self._read()
-            self._found(value, t0, t1)
+            # a pair that is begun must not wait for the budget in the middle
+            self._wait(max(due, self.now() + (6 - self.tokens) / self.RATE) if pairs else due)
+            new = old = self._read()
+            if pairs:
+                old, new = self._later(old, old[1] + self.tick_s, 0.0, 0.0) or (None, None)
+            if new is not None:
+                self._found(new[2], old[0], new[1])
             self.between()
         return False
+
+    def _again(self, new):
+        """The same answer many times in a row: F is less certain than thought."""
+        self.streak = self.streak + 1 if new == self.answer else 1
+        self.answer = new
+        if self.streak >= self.STREAK:
+            self.cov[0] += (0.5 * self.noise) ** 2
+            self.cov[2] += (0.05 * self.noise) ** 2
 
     def _surprised(self, yes):
         """Remember how often the step was not where it should have been."""
@@ -279,22 +331,26 @@ class Tracker:
         latency = self._latency()
         # fresh from the search the flip is known to several milliseconds: bracket every step until it is known better
         settled = self.cov[0] < self.SETTLED_S**2
-        probe = latency >= self.PROBE_S and settled
+        probe = latency >= self.PROBE_S and settled and self.period >= self.PROBE_PERIOD_S
         if not settled:
             skip = 1
+        pp, pt, tt = self.cov[:3]
+        while skip > 1 and pp + 2 * skip * pt + skip * skip * tt > self.SETTLED_S**2:  # too far ahead to know which step it is
+            skip -= 1
         reach = max(self.NEAREST_S, 1.5 * math.sqrt(self.cov[0] + self.noise**2))
         lead = reach + (1.2 * latency + 0.0015 if skip > 1 and probe else 0.0)
         every = skip
         while self.flip + skip * self.period - lead < self.now() - reach / 2:  # late: that one is past
             skip += 1
-        if self.tokens < 4 and settled:  # short of reads: rather miss a step than read at the wrong moment
+        # short of reads: rather miss a step than read at the wrong moment
+        if self.tokens < 4 and (settled or self.period < self.MIN_TRACK_S):
             skip += every
         self._advance(skip)
         found = self._probe(skip, latency) if probe else self._bracket(skip, min(reach, self.period / 4))
         self.lost = 0 if found else self.lost + 1
         self.between()
         # wrong answers all the time, or a period far from the one found: locked to something that is not there
-        return self.lost < 5 and self.astray < 0.6 and self.doubt < 3 and abs(self.period / self.fitted - 1) < 0.2
+        return self.lost < 5 and self.astray < 0.6 and self.doubt < 4 and abs(self.period / self.fitted - 1) < 0.2
 
     def _bracket(self, skip, reach):
         """Read before and after the flip; the step's interval is certain. Whether the step was where it was expected."""
@@ -333,48 +389,59 @@ class Tracker:
         self._found(a[2], min(since, a[0] - self.NEAREST_S), a[1])
         return flip - a[0] < 0.25 * self.period
 
-    def _later(self, old, until, pause):
+    def _later(self, old, until, pause, least=0.001):
         """Read on until the value changes -> (last old read, first new one), or None."""
         while old[1] < until and not self.stopped():
             self._wait(old[1] + pause)
             new = self._read()
             if new[2] != old[2]:
                 return old, new
-            old, pause = new, max(0.001, 2 * pause)
+            old, pause = new, max(least, 2 * pause)
         return None
 
     def _probe(self, skip, latency):
         """One read begun at the flip. Whether the step was where it was expected."""
         sd = math.sqrt(self.cov[0] + self.noise**2)
         old = self.last
-        if skip > 1:  # what is the value before this step?
+        if skip > 1 or self.lost:  # what is the value before this step?
             self._wait(self.flip - 1.2 * latency - 0.0015)
             old = self._read()
             if old[1] > self.flip + 0.3 * self.period:
                 return True  # held up: it may have seen another step
         flip = self.flip
         # A little late, so that most reads see the new value: they need no second read, and their interval is the narrow one.
-        # Every eighth is early enough to see the old one: that shows when F is late, and how much it scatters.
-        self.turn = (self.turn + 1) % 8
+        # Every tenth is early enough to see the old one: that shows when F is late, and how much it scatters.
+        self.turn = (self.turn + 1) % 10
         self._wait(flip + (self.AIM_S if self.turn else -1.4 * sd))
         x = self._read()
+        new = x[2] != old[2]
         if x[0] < flip - sd:
-            self.doubt = self.doubt + 1 if x[2] != old[2] else 0
-        margin = max(0.0017, 3.0 * math.sqrt(self.cov[0]), self.WIDTH_S - latency - self.AIM_S)
-        wide = max(margin, min(3.2 * sd, 0.0034))
-        if latency + 4 * self.noise > self.period or latency > 0.45 * self.period:  # reads so long and so unsteady that they may see the neighbouring step
-            margin = wide = max(wide, self.period / 2)
-        if x[2] != old[2]:
+            self.doubt = self.doubt + 1 if new else 0
+        else:
+            self._again(new)
+        # The interval is as wide as it usually is where that leaves room for the scatter of F, and wide where it does not
+        width = max(self.WIDTH_S, latency + self.SPARE_S)
+        scatter = math.sqrt(min(self.cov[0], 0.0005**2) + min(self.noise, self.JITTER_S) ** 2)
+        # A delay that scatters by s cannot lie at the ends of the read on average: its mean m obeys m (latency - m) >= s^2
+        ends = latency - math.sqrt(max(0.0, latency**2 - 4 * max(0.0, self.noise**2 - self.JITTER_S**2)))
+        early, late = self.ENOUGH * scatter - ends / 2, self.ENOUGH_OLD * scatter - ends / 2
+        wide = max(early, min(3.2 * sd, 0.0034))
+        if new:
             self._saw(x, True)
-            lo = flip - (wide if x[0] < flip else margin)
+            lo = x[1] - width
+            if lo > flip - early:
+                lo = flip - wide
             self._found(x[2], min(max(old[0], lo), x[0] - self.NEAREST_S), x[1])
             return True
-        late = self._later(x, flip + 0.6 * self.period, 0.0)
-        if late is None:
+        pair = self._later(x, flip + 0.6 * self.period, 0.0)
+        if pair is None:
             return False
-        last_old, new = late
+        last_old, new = pair
         self._saw(last_old, False)
-        self._found(new[2], last_old[0], min(new[1], max(flip, last_old[0]) + latency + wide))
+        hi = max(last_old[0] + width, flip + latency + late)
+        if new[1] - new[0] > 1.5 * latency:  # held up: it may have seen the next step
+            hi = new[1]
+        self._found(new[2], last_old[0], min(new[1], hi))
         return last_old[0] - flip < 0.25 * self.period
 
 

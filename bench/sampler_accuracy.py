@@ -15,7 +15,8 @@ Error of the energy above idle: bias = mean signed error, mae = mean absolute er
 idle; `inside_2sd`: share of the calls whose true energy lies within two stated standard deviations (edges, phase).
 
 The second table scores step tracking alone over periods, jitter, drift and read lengths: median half-width of the stated
-interval, its limit max(5 ms, half the median read + 1 ms), the share of true steps inside the interval, reads per second.
+interval, its limit max(5 ms, half the median read + 1 ms), the share of true steps inside the interval, reads per second (of the
+counter that took most). Counters of 20 ms with reads of 6 ms and more are beyond the limit: they are read in pairs (see sampler.py).
 `where` is the moment inside a read at which the counter is seen: 0 begin, 1 end, any: anywhere.
 """
 
@@ -135,23 +136,30 @@ def accuracy(calls):
     return rows
 
 
-def tracking(seconds):
+def tracking(seconds, runs):
     """Rows of the second table."""
     import numpy as np
     from fakes.counters import RecordedCounter, SteppingCounter, VirtualClock, latency_like_h200
 
     from sampler import Tracker
 
-    def one(counter, latency, where, seed, duration):
-        clock, found = VirtualClock(counter, latency, seed, where), []
-        tracker = Tracker(clock.read, clock.now, clock.sleep_until, lambda *s: found.append(s), stopped=lambda: clock.t > duration)
-        tracker.run()
-        inside = np.mean([abs(counter.true_edge(value) - edge) <= half + 1e-9 for value, edge, half, _ in found])
-        median = float(np.median(tracker.latency))
+    def one(counters, latency, where, duration):
+        """Scores of one tracker per counter, their steps taken together."""
+        halves, inside, trackers = [], [], []
+        for seed, counter in enumerate(counters):
+            clock, found = VirtualClock(counter, latency, seed, where), []
+            tracker = Tracker(
+                clock.read, clock.now, clock.sleep_until, lambda *s, f=found: f.append(s), stopped=lambda c=clock: c.t > duration
+            )
+            tracker.run()
+            inside += [abs(counter.true_edge(value) - edge) <= half + 1e-9 for value, edge, half, _ in found]
+            halves += [half for _, _, half, _ in found]
+            trackers.append(tracker)
+        median = float(np.median([np.median(t.latency) for t in trackers]))
         return {
-            "half_ms": round(1e3 * float(np.median([half for _, _, half, _ in found])), 2), "limit_ms": round(max(5.0, 500 * median + 1), 2),
-            "inside": round(float(inside), 4), "reads_per_s": round(tracker.reads / duration, 1), "steps_per_s": round(len(found) / duration, 2),
-            "locks": tracker.locks,
+            "half_ms": round(1e3 * float(np.median(halves)), 2), "limit_ms": round(max(5.0, 500 * median + 1), 2),
+            "inside": round(float(np.mean(inside)), 4), "reads_per_s": round(max(t.reads for t in trackers) / duration, 1),
+            "steps_per_s": round(len(halves) / duration / len(trackers), 2), "locks": max(t.locks for t in trackers), "n": len(halves),
         }  # fmt: skip
 
     rows = []
@@ -159,12 +167,21 @@ def tracking(seconds):
         for latency in (0.0001, 0.001, 0.003, 0.004, 0.006, 0.008, 0.012):
             for drift in (0.0, 0.01):
                 for where in (None, 0.0, 0.5, 1.0):
-                    counter = SteppingCounter(11, period, 0.0007, drift, seconds)
-                    scores = one(counter, latency_like_h200(latency), where, 3, seconds)
+                    counters = [SteppingCounter(seed, period, 0.0007, drift, seconds) for seed in range(runs)]
+                    scores = one(counters, latency_like_h200(latency), where, seconds)
                     name = "any" if where is None else f"{where:g}"
-                    rows.append({"counter": "simulated", "period_ms": period * 1e3, "read_ms": latency * 1e3, "drift": drift, "where": name, **scores})
+                    rows.append(
+                        {
+                            "counter": "simulated",
+                            "period_ms": period * 1e3,
+                            "read_ms": latency * 1e3,
+                            "drift": drift,
+                            "where": name,
+                            **scores,
+                        }
+                    )
     recorded = RecordedCounter(ROOT / "tests/data/h200_qwen3_30b_a3b/nvml_poll.csv.gz")
-    scores = one(recorded, latency_like_h200(0.003), None, 1, min(recorded.duration_s, 340))
+    scores = one([recorded], latency_like_h200(0.003), None, min(recorded.duration_s, 340))
     rows.append({"counter": "recorded H200 polls", "period_ms": 100.0, "read_ms": 3.0, "drift": None, "where": "any", **scores})
     return rows
 
@@ -214,7 +231,8 @@ def save(rows, path):
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", type=int, default=200, help="calls per length and power (default 200)")
-    parser.add_argument("--seconds", type=float, default=40.0, help="simulated seconds per row of the second table (default 40)")
+    parser.add_argument("--seconds", type=float, default=40.0, help="simulated seconds per counter of the second table (default 40)")
+    parser.add_argument("--runs", type=int, default=6, help="counters per row of the second table (default 6)")
     parser.add_argument("--out", default=str(ROOT / "bench"), help="folder (default bench/)")
     args = parser.parse_args(argv)
     out = Path(args.out)
@@ -222,13 +240,19 @@ def main(argv=None):
     save(rows, out / "sampler_accuracy.csv")
     plot(rows, out / "sampler_accuracy.png")
     for r in rows:
-        print("{duration_s:4g} s {power_w:4g} W  {method:6s} bias {bias_pct:8.3f} % (se {bias_se_pct:.3f})  mae {mae_pct:7.3f} %".format(**r))
-    steps = tracking(args.seconds)
+        print(
+            "{duration_s:4g} s {power_w:4g} W  {method:6s} bias {bias_pct:8.3f} % (se {bias_se_pct:.3f})  mae {mae_pct:7.3f} %".format(**r)
+        )
+    steps = tracking(args.seconds, args.runs)
     save(steps, out / "sampler_steps.csv")
     short = [r for r in steps if r["half_ms"] > r["limit_ms"] + 0.05 or r["inside"] < 0.99 or r["reads_per_s"] > 30]
     print(f"steps: {len(steps)} settings, {len(steps) - len(short)} within limit, 99 % inside, at most 30 reads a second")
     for r in short:
-        print("  {period_ms:g} ms, reads {read_ms:g} ms seen {where}, drift {drift}: {half_ms} ms (limit {limit_ms}), inside {inside}".format(**r))
+        print(
+            "  {period_ms:g} ms, reads {read_ms:g} ms seen {where}, drift {drift}: {half_ms} ms (limit {limit_ms}), inside {inside}".format(
+                **r
+            )
+        )
     return 0
 
 

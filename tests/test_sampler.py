@@ -77,7 +77,9 @@ def gpu_truth(samples, gpu, power_w=125.0):
 def track(counter, latency, duration_s, where=None, seed=1, read=None, tick_s=0.1):
     """Run a tracker in virtual time -> (tracker, steps found as rows value, edge, half, read at)."""
     clock, found = VirtualClock(counter, latency, seed, where), []
-    tracker = Tracker(read or clock.read, clock.now, clock.sleep_until, lambda *step: found.append(step), tick_s, lambda: clock.t >= duration_s)
+    tracker = Tracker(
+        read or clock.read, clock.now, clock.sleep_until, lambda *step: found.append(step), tick_s, lambda: clock.t >= duration_s
+    )
     tracker.run()
     return tracker, found
 
@@ -101,10 +103,35 @@ def test_steps_are_located_to_milliseconds_with_few_reads(period_s, drift, laten
 
 
 @pytest.mark.parametrize("latency_s", [0.0001, 0.001, 0.003])
-def test_a_counter_that_steps_every_20_ms_is_followed_at_every_fifth_step(latency_s):
-    counter = SteppingCounter(5, 0.02, duration_s=40)
-    half, limit, inside, reads, steps = score(counter, *track(counter, latency_like_h200(latency_s), 40, 0.5), 40)
-    assert half <= limit and inside >= 0.99 and reads <= 30 and steps > 9
+@pytest.mark.parametrize("drift", [0.0, 0.01])
+def test_a_counter_that_steps_every_20_ms_is_followed_at_every_fifth_step(latency_s, drift):
+    for seed, where in ((5, 0.5), (32, 0.5), (32, None), (11, 1.0), (18, 0.0)):
+        counter = SteppingCounter(seed, 0.02, drift=drift, duration_s=40)
+        half, limit, inside, reads, steps = score(counter, *track(counter, latency_like_h200(latency_s), 40, where, seed), 40)
+        assert half <= limit and inside >= 0.99 and reads <= 30 and steps > 9
+
+
+@pytest.mark.parametrize("latency_s", [0.004, 0.006, 0.008, 0.012])
+@pytest.mark.parametrize("drift", [0.0, 0.01])
+def test_reads_too_long_for_a_counter_of_20_ms_are_taken_in_pairs_and_say_so(latency_s, drift):
+    for seed, where in ((1, None), (2, 0.5), (3, 1.0), (4, 0.0)):
+        counter = SteppingCounter(seed, 0.02, drift=drift, duration_s=40)
+        tracker, found = track(counter, latency_like_h200(latency_s), 40, where, seed)
+        half, limit, inside, reads, steps = score(counter, tracker, found, 40)
+        assert half == pytest.approx(np.median(tracker.latency), rel=0.05) and inside >= 0.99 and reads <= 30 and steps > 6
+
+
+@pytest.mark.parametrize("latency_s", [0.008, 0.012])
+@pytest.mark.parametrize("where", [None, 0.0, 0.5, 1.0])
+def test_long_reads_of_varying_length_are_located_to_half_their_length_and_a_millisecond(latency_s, where):
+    runs = []
+    for period in (0.05, 0.1):
+        for drift in (0.0, 0.01):
+            for seed in range(4):
+                counter = SteppingCounter(seed, period, drift=drift, duration_s=40)
+                runs.append(score(counter, *track(counter, latency_like_h200(latency_s), 40, where, seed), 40))
+    half, limit, inside, reads, steps = np.array(runs).T
+    assert np.median(half - limit) <= 0.0001 and inside.mean() >= 0.99 and reads.max() <= 30 and steps.min() > 9
 
 
 @pytest.mark.parametrize("latency_s", [0.008, 0.012])
