@@ -33,6 +33,8 @@ import argparse
 import asyncio
 import contextlib
 import fcntl
+import functools
+import gc
 import hashlib
 import json
 import os
@@ -56,6 +58,7 @@ KIND_BY_PROMPT = {  # beginnings of Terminus-2's prompts around a context summar
 MODEL_PATHS = ("/chat/completions", "/completions", "/responses", "/messages", "/embeddings", "/generate")
 HOP_BY_HOP = {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer", "trailers",
               "transfer-encoding", "upgrade"}
+NOT_FORWARDED = HOP_BY_HOP | {"host", "expect"}
 CREDENTIALS = ("authorization", "proxy-authorization", "x-api-key", "api-key", "cookie")
 PARAMS = ("max_tokens", "max_completion_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "n", "ignore_eos",
           "frequency_penalty", "presence_penalty", "repetition_penalty", "reasoning_effort")
@@ -173,6 +176,7 @@ class Reply:
 
 # Quotes inside JSON strings are escaped, so an unescaped key can only be a real one.
 FINISHED = re.compile(rb'"(?:finish|stop)_reason"\s*:\s*"')
+STREAMED = re.compile(rb'"stream"\s*:\s*true')
 ENDING = re.compile(rb'"type"\s*:\s*"(?:message_stop|response\.(?:completed|incomplete|failed))"')
 
 
@@ -539,11 +543,10 @@ class Attempt:
 
     def __init__(self, request, seq):
         self.t_start, self.mono_start = time.time(), time.monotonic()
-        self.id = str(uuid.uuid4())
         self.seq = seq
         self.path = request.path
         self.session = request.headers.get("X-Session-ID")
-        self.secrets = [v for h in CREDENTIALS if h in request.headers for v in re.split(r"[\s;,]+", request.headers[h]) if len(v) >= 8]
+        self.headers = request.headers
         self.transport = request.transport
         self.raw, self.body, self.messages = b"", None, None
         self.call, self.attempt, self.kind = None, None, "other"
@@ -556,6 +559,16 @@ class Attempt:
         self.complete = self.client_disconnect = False
         self.response_bytes = 0
         self.replay = None
+
+    # Worked out when the record is written, not while the call waits.
+
+    @functools.cached_property
+    def id(self):
+        return str(uuid.uuid4())
+
+    @functools.cached_property
+    def secrets(self):
+        return [v for h in CREDENTIALS if h in self.headers for v in re.split(r"[\s;,]+", self.headers[h]) if len(v) >= 8]
 
     def waiting(self):
         return self.transport is not None and not self.transport.is_closing()
@@ -597,6 +610,21 @@ def inject_usage(raw, body):
     return json.dumps({**body, "stream_options": {**options, "include_usage": True}}, ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 
+@functools.lru_cache(maxsize=64)
+def readable_encodings(offered):
+    """Value of Accept-Encoding with those of the offered encodings that `decoder` can undo."""
+    read = [e.strip() for e in offered.split(",") if e.split(";")[0].strip().lower() in ("gzip", "x-gzip", "deflate", "identity")]
+    return ", ".join(read) or "identity"
+
+
+@functools.lru_cache(maxsize=64)
+def encoded_url(text):
+    """URL whose path and query go out as they came in."""
+    from yarl import URL
+
+    return URL(text, encoded=True)
+
+
 def slices(data, size=1 << 18):
     """Async iterator over big bytes: sent at once they would hold the event loop and every other stream."""
 
@@ -606,6 +634,13 @@ def slices(data, size=1 << 18):
             yield view[i:i + size]
 
     return each()
+
+
+def connection_headers(message):
+    """Names of headers that belong to one connection only, as its Connection header says."""
+    if "Connection" not in message.headers:
+        return frozenset()
+    return {h.strip().lower() for v in message.headers.getall("Connection") for h in v.split(",")}
 
 
 class Proxy:
@@ -709,28 +744,24 @@ class Proxy:
         """End-to-end headers of a request."""
         from multidict import CIMultiDict
 
-        named = {h.strip().lower() for v in request.headers.getall("Connection", ()) for h in v.split(",")}
-        skip = HOP_BY_HOP | named | {"host", "expect"} | set(drop)
-        return CIMultiDict((k, v) for k, v in request.headers.items() if k.lower() not in skip)
+        skip = NOT_FORWARDED | connection_headers(request) | set(drop)
+        return CIMultiDict([(k, v) for k, v in request.headers.items() if k.lower() not in skip])
 
     async def send(self, request, data, headers):
         """Upstream's response, its body unread."""
-        from yarl import URL
-
         if data is not None and isinstance(data, (bytes, bytearray)):
             headers["Content-Length"] = str(len(data))
             if len(data) > BIG_BODY:
                 data = slices(data)
         return await self.session.request(
-            request.method, URL(self.upstream + request.raw_path, encoded=True), data=data, headers=headers, allow_redirects=False
+            request.method, encoded_url(self.upstream + request.raw_path), data=data, headers=headers, allow_redirects=False
         )
 
     def answer(self, upstream, drop=()):
         """Response object with upstream's status and end-to-end headers."""
         from aiohttp import web
 
-        named = {h.strip().lower() for v in upstream.headers.getall("Connection", ()) for h in v.split(",")}
-        skip = HOP_BY_HOP | named | set(drop)
+        skip = HOP_BY_HOP | connection_headers(upstream) | set(drop)
         out = web.StreamResponse(status=upstream.status, reason=upstream.reason)
         for k, v in upstream.headers.items():
             if k.lower() not in skip:
@@ -800,7 +831,7 @@ class Proxy:
         self.tasks.add(task)
         try:
             await self.read_body(request, a)
-            if not self.replay and b'"stream"' not in a.raw:
+            if not self.replay and not STREAMED.search(a.raw):
                 return await self.relayed(request, a, early=True)
             await self.understand(request, a)
             if self.replay and a.messages is not None:
@@ -874,9 +905,7 @@ class Proxy:
         headers, data = self.headers(request), a.raw
         # Servers choose among what the client offers; an encoding that cannot be read here would hide the usage.
         if "Accept-Encoding" in headers:
-            offered = [e for e in headers.popall("Accept-Encoding") for e in e.split(",")]
-            read = [e.strip() for e in offered if e.split(";")[0].strip().lower() in ("gzip", "x-gzip", "deflate", "identity")]
-            headers["Accept-Encoding"] = ", ".join(read) or "identity"
+            headers["Accept-Encoding"] = readable_encodings(",".join(headers.popall("Accept-Encoding")))
         # Only where a key can be put in: not compressed, and UTF-8 (JSON may also be UTF-16, which has zero bytes).
         may_ask = a.path.endswith("/completions") and "Content-Encoding" not in headers and b"\0" not in a.raw[:4]
         if a.stream and may_ask and not wants_usage(a.body):
@@ -885,9 +914,8 @@ class Proxy:
             headers["Accept-Encoding"] = "identity"  # a chunk must be cut out of the reply
         a.t_sent = time.time()
         if early:
-            sending = asyncio.ensure_future(self.send(request, data, headers))
+            sending = asyncio.Task(self.send(request, data, headers), loop=asyncio.get_running_loop(), eager_start=True)
             try:
-                await asyncio.sleep(0)  # the request goes out now
                 await self.understand(request, a)
             except BaseException:
                 sending.cancel()
@@ -1181,6 +1209,8 @@ async def serve(proxy, sock, ready):
     for s in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(s, stop.set)
     async with serving(proxy, sock):
+        gc.collect()
+        gc.freeze()  # what is loaded stays: a full collection that looks through it holds every call up for 7 ms
         ready()
         await stop.wait()
 

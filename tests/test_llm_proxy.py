@@ -443,6 +443,24 @@ def test_only_the_usage_chunk_is_withheld_wherever_chunks_end(proxied, size):
         assert p.records(1)[0]["completion_tokens"] == 2
 
 
+@pytest.mark.parametrize("raw, streamed", [
+    (b'{"stream":true,"messages":[]}', True), (b'{"messages":[], "stream" :\n true}', True),
+    (b'{"stream":false,"messages":[]}', False), (b'{"stream":null}', False), (b'{"messages":[{"role":"user","content":"\\"stream\\": true"}]}', False),
+])
+def test_only_a_call_that_may_be_streamed_waits_until_it_is_understood(raw, streamed):
+    assert bool(llm_proxy.STREAMED.search(raw)) == streamed
+
+
+def test_a_call_that_says_stream_false_is_recorded_like_any_other(proxied):
+    with running([{"raw": "x"}]) as s:
+        p = proxied(s.url)
+        raw = json.dumps({"model": "m", "messages": USER, "stream": False}).encode()
+        assert p.post(None, {"X-Session-ID": "s", "Authorization": "Bearer sk-secret-secret"}, raw=raw)[0] == 200
+        r = p.records(1)[0]
+    assert (r["kind"], r["stream"], r["attempt"], r["messages"], r["prompt_tokens"] > 0) == ("agent", False, 1, 1, True)
+    assert len(r["id"]) == 36 and "sk-secret" not in p.path.read_text()
+
+
 def test_usage_that_was_asked_for_is_passed(proxied):
     with running([{"raw": "hello world"}]) as s:
         p = proxied(s.url)
