@@ -397,8 +397,8 @@ def _find(table, t, i):
     top = len(table) - 2
     np.maximum(i, 0, out=i)
     np.minimum(i, top, out=i)
-    lo, hi = table[i], table[i + 1]
-    off = np.flatnonzero(((t < lo) & (i > 0)) | ((t >= hi) & (i < top)))
+    lo, hi = table.take(i, mode="clip"), table[1:].take(i, mode="clip")
+    off = np.flatnonzero((t < lo) | (t >= hi))
     for attempt in (1, 2):
         if not len(off):
             break
@@ -715,7 +715,7 @@ def _make_steps(samples, domain):
     edge = samples.columns.get(f"{domain}_edge")
     if source in READ_EDGE_SD_S:
         point[np.argmax(keep)] = True
-        t, sd, method = mono, np.broadcast_to(np.float32(READ_EDGE_SD_S[source]), len(mono)), "edges"
+        t, sd, method = mono, np.full(len(mono), READ_EDGE_SD_S[source], np.float32), "edges"
     else:
         known = np.zeros(len(mono), bool)
         if edge is not None:
@@ -893,12 +893,12 @@ def _energy(s, t, row, edges, idle, call_power):
     joules, variance = np.empty(2 * k), np.empty(2 * k)
     step = None if s.lost is None else np.empty(2 * k, np.intp)
     with np.errstate(invalid="ignore"):
-        for a in range(0, 2 * k, QUERIES):
-            part = slice(a, a + QUERIES)
+        # begins and ends of the same intervals one after the other: they lie in the same part of the table
+        for a, b, is_end in ((a, min(a + QUERIES, k), is_end) for a in range(0, k, QUERIES) for is_end in (False, True)):
+            part = slice(k + a, k + b) if is_end else slice(a, b)
             i, since = _at(s, t[part], row[part], profile, edges.before[part] if phase else None, joules[part], variance[part])
             if step is not None:  # an interval that ends with a step does not touch the next one
-                ends = (np.arange(a, a + len(i)) >= k) & (since == 0)
-                step[part] = np.maximum(i - ends, 0)
+                step[part] = np.maximum(i - (since == 0), 0) if is_end else i
         out, sd = joules[k:] - joules[:k], np.sqrt(variance[k:] + variance[:k])
         unknown = ~(t[k:] >= t[:k]) | np.isnan(out)
     if step is not None:
@@ -982,13 +982,20 @@ def _apportion(s, t, i, begin, end, weight, busy, idle):
 def _at(s, t, row, profile, edges_before, joules, variance):
     """Writes E(t) and its variance; gives the step of each time and how long ago it began."""
     i, begin, end = s.find(t, row)
-    width, since = end - begin, t - begin
-    j = s.j[i]
-    watts = (s.j[i + 1] - j) / width
-    np.add(j, watts * since, out=joules)
-    f = np.clip(since / width, 0.0, 1.0)
+    width, since = np.subtract(end, begin, out=end), np.subtract(t, begin, out=begin)
+    far = np.flatnonzero((since < 0) | (since > width) | np.isnan(t)) if not (t.min() >= s.t[0] and t.max() <= s.t[-1]) else ()
+    j = s.j.take(i, mode="clip")
+    watts = s.j[1:].take(i, mode="clip")
+    watts -= j
+    watts /= width
+    np.multiply(watts, since, out=joules)
+    joules += j
+    # single precision is plenty for an uncertainty, and half the memory
+    f = np.divide(since, width, dtype=np.float32, casting="same_kind")
+    if len(far):
+        np.clip(f, 0, 1, out=f)
     rest = 1 - f
-    spread = (rest * s.sd[i]) ** 2 + (f * s.sd[i + 1]) ** 2
+    spread = np.square(rest * s.sd.take(i, mode="clip")) + np.square(f * s.sd[1:].take(i, mode="clip"))
     smeared = slice(None)
     if profile is not None:
         # phases known: nothing is smeared but in steps that a gap made long and in those spread evenly for want of better
@@ -1009,10 +1016,12 @@ def _at(s, t, row, profile, edges_before, joules, variance):
         watts[behind] = np.where(away < 1e-6, np.minimum(power, profile.before[b]), power)
         smear[behind] |= profile.even[b]
         smeared = np.flatnonzero(smear)
-    np.multiply(spread, watts * watts, out=variance)
+    spread *= np.square(watts, dtype=np.float32, casting="same_kind")
     if profile is None or len(smeared):
-        variance[smeared] += (f[smeared] * rest[smeared] * width[smeared] * s.contrast[i[smeared]]) ** 2
-    far = np.flatnonzero(~((t >= s.t[0]) & (t <= s.t[-1])))
+        spread[smeared] += np.square(
+            f[smeared] * rest[smeared] * width[smeared].astype(np.float32) * s.contrast.take(i[smeared], mode="clip")
+        )
+    variance[:] = spread
     if len(far):
         outside = np.maximum(s.t[0] - t[far], t[far] - s.t[-1])
         joules[far[~(outside <= 1.5 * s.usual)]] = np.nan
