@@ -221,6 +221,23 @@ def test_kill_9_at_a_random_moment_leaves_nothing_and_a_rerun_finishes(place, mo
         assert gone(place["DATA_DIR"], f"--port {place['PROXY_PORT']}") == []
 
 
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_batch_that_is_ended_takes_its_trial_along(place, how, tmp_path):
+    """Whatever ends the outer stage ends what it runs, at once: bash alone would answer a signal only after its foreground command."""
+    done = {"analysis": "a", "plan": "p", "commands": [{"keystrokes": "sleep 60\n", "duration": 60.0}], "_latency": 0.3}
+    (tmp_path / "list.txt").write_text("sqlite-query\n")
+    with running([done]) as s:
+        env = place | {"SERVER_KIND": "openai", "PORT": str(s.port), "MODE": "live", "MAX_MODEL_LEN": "32768", "RESPONSE_SCHEMA": ""}
+        p = subprocess.Popen(["bash", "06_run_batch.sh", str(tmp_path / "list.txt"), "summarize-off", "1"], cwd=REPO, env=env, start_new_session=True)
+        end = time.monotonic() + 60
+        while not s.log and time.monotonic() < end:
+            time.sleep(0.2)
+        assert s.log  # Harbor runs, the agent has asked for its first reply
+        p.send_signal(how)
+        assert p.wait(40) in (-9, 130, 143)
+        assert gone(place["DATA_DIR"], f"--port {place['PROXY_PORT']}", seconds=40) == []
+
+
 def test_a_taken_proxy_port_is_named(place):
     with running([{}]) as s:
         env = place | {"SERVER_KIND": "openai", "PORT": str(s.port), "PROXY_PORT": str(s.port + 0), "MODE": "live"}
