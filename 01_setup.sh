@@ -25,7 +25,7 @@ export UV_LINK_MODE=${UV_LINK_MODE:-copy} UV_NO_PROGRESS=${UV_NO_PROGRESS:-1}
 # versions behind the shims are looked at instead
 pythons() {
 	local candidate folder home
-	home=$(getent passwd "$(id -u)" | cut -d: -f6)
+	home=$({ getent passwd "$(id -u)" || true; } | cut -d: -f6)
 	{
 		type -ap python3 python3.{11..19} || true
 		for folder in ${PATH//:/ } "${PYENV_ROOT:-$HOME/.pyenv}/shims" "$home/.pyenv/shims"; do
