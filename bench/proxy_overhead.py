@@ -1,11 +1,12 @@
 """What the proxy adds to a call: the same server with and without it, taken in turns in one run. Medians, 95th percentiles and ratios.
 
     python bench/proxy_overhead.py                             # about a minute
-    python bench/proxy_overhead.py --rounds 400 --json out.json
+    python bench/proxy_overhead.py --rounds 400 --out bench/proxy_overhead.csv      # the table as a file (--json: everything)
     python bench/proxy_overhead.py --litellm                   # LiteLLM's proxy beside it, when `litellm[proxy]` is installed
 
 Server, proxy and client are three processes; the server sends a ready-made reply, so that what differs is the proxy. Measured are: time to
-the first byte and to the end of a plain call; time to the first byte of a stream; the time per chunk of a stream that comes as fast as it
+the first byte and to the end of a plain call, once after a pause in which the other targets were called (the caches are cold) and once right
+behind it; time to the first byte of a stream; the time per chunk of a stream that comes as fast as it
 can (total time / chunks); the delay from the server's write to the client's read of chunks that come singly, 2 ms apart; the CPU time of
 the proxy per call and per single chunk; and 256 streams at once, of which every byte must arrive. The limits are 1 ms for the first byte
 and 50 microseconds per chunk, at the median. `relay` is a bare TCP relay in Python that reads and writes bytes and understands nothing:
@@ -16,6 +17,7 @@ the machine delays every hop between processes and cools the caches: look at the
 import argparse
 import asyncio
 import contextlib
+import csv
 import importlib.util
 import json
 import os
@@ -131,7 +133,7 @@ async def measure(targets, rounds, chunks, pids):
     import aiohttp
     import psutil
 
-    out = {name: {"plain": [], "plain_first": [], "long_prompt": [], "stream_first": [], "long": [], "single": []} for name in targets}
+    out = {name: {"plain": [], "plain_first": [], "plain_again": [], "long_prompt": [], "stream_first": [], "long": [], "single": []} for name in targets}
 
     def cpu_s(name):
         return sum(psutil.Process(pids[name]).cpu_times()[:2]) if name in pids else float("nan")
@@ -147,6 +149,7 @@ async def measure(targets, rounds, chunks, pids):
                 first, total, _ = await call(session, url)
                 out[name]["plain"].append(total)
                 out[name]["plain_first"].append(first)
+                out[name]["plain_again"].append((await call(session, url))[0])
                 out[name]["long_prompt"].append((await call(session, url, prompt=LONG_PROMPT))[0])
                 out[name]["stream_first"].append((await call(session, url, stream=True, n=5, pause=0.002))[0])
         for name, url in targets.items():  # CPU clocks have steps of 10 ms: many calls in a row
@@ -198,6 +201,7 @@ def main():
     p.add_argument("--chunks", type=int, default=2000, help="chunks of a long stream")
     p.add_argument("--litellm", action="store_true", help="LiteLLM's proxy beside ours")
     p.add_argument("--json", help="write the numbers to this file too")
+    p.add_argument("--out", help="write the table to this CSV file too")
     p.add_argument("--server", type=int, nargs=1, help=argparse.SUPPRESS)
     p.add_argument("--relay", type=int, nargs=2, help=argparse.SUPPRESS)
     a = p.parse_args()
@@ -241,6 +245,7 @@ SCALE = {"ms": 1e3, "us": 1e6}
 MEASURES = [  # key, label, unit, limit in seconds of what the proxy adds
     ("plain_first", "plain call, first byte", "ms", FIRST_BYTE_LIMIT_S),
     ("plain", "plain call, end", "ms", None),
+    ("plain_again", "plain call behind another, first byte", "ms", FIRST_BYTE_LIMIT_S),
     ("long_prompt", "prompt of 100 KB, first byte", "ms", FIRST_BYTE_LIMIT_S),
     ("stream_first", "stream, first byte", "ms", FIRST_BYTE_LIMIT_S),
     ("long", "per chunk of a fast stream", "us", CHUNK_LIMIT_S),
@@ -258,10 +263,10 @@ def report(res, a):
     rows, missed = {}, []
     print(f"{platform.machine()}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}, Python {platform.python_version()}; "
           f"{a.rounds} rounds, {a.chunks} chunks a stream, targets in turns")
-    print(f"{'':40}" + "".join(f"{n:>12}" for n in res) + "".join(f"{n + ' adds':>14}{'ratio':>8}" for n in res if n != "direct"))
+    print(f"{'':48}" + "".join(f"{n:>12}" for n in res) + "".join(f"{n + ' adds':>14}{'ratio':>8}" for n in res if n != "direct"))
     for key, label, unit, limit in MEASURES:
         s = rows[key] = {n: summary(r[key]) for n, r in res.items()}
-        line = f"{f'{label}, median, {unit}':40}" + "".join(number(v["median_s"], unit) for v in s.values())
+        line = f"{f'{label}, median, {unit}':48}" + "".join(number(v["median_s"], unit) for v in s.values())
         for n, v in s.items():
             if n == "direct" or v["median_s"] is None:
                 continue
@@ -270,22 +275,50 @@ def report(res, a):
             if n == "proxy" and limit and added > limit:
                 missed.append(f"{label}: {added * SCALE[unit]:.3f} {unit} added, limit {limit * SCALE[unit]:g} {unit}")
         print(line)
-        print(f"{'   95th percentile':40}" + "".join(number(v["p95_s"], unit) for v in s.values()))
+        print(f"{'   95th percentile':48}" + "".join(number(v["p95_s"], unit) for v in s.values()))
     for key, label, unit in [("cpu_s_per_call", "CPU time of a plain call", "ms"), ("cpu_s_per_chunk", "CPU time of a single chunk", "us")]:
         values = ["-" if n == "direct" else f"{r[key] * SCALE[unit]:.3f}" for n, r in res.items()]
-        print(f"{f'{label}, {unit}':40}" + "".join(f"{v:>12}" for v in values))
-    print(f"{f'{STREAMS} streams of 50 chunks, s':40}" + "".join(f"{r['many_s']:12.2f}" for r in res.values()))
+        print(f"{f'{label}, {unit}':48}" + "".join(f"{v:>12}" for v in values))
+    print(f"{f'{STREAMS} streams of 50 chunks, s':48}" + "".join(f"{r['many_s']:12.2f}" for r in res.values()))
     lost = {n: r["many_lost"] for n, r in res.items() if n != "litellm"}  # LiteLLM writes chunks of its own
-    print(f"{'   incomplete streams':40}" + "".join(f"{x:12d}" for x in lost.values()))
+    print(f"{'   incomplete streams':48}" + "".join(f"{x:12d}" for x in lost.values()))
     missed += [f"{x} of {STREAMS} streams through '{n}' are incomplete" for n, x in lost.items() if x]
     if a.json:
         cpu = {n: {k: r[k] for k in ("cpu_s_per_call", "cpu_s_per_chunk")} for n, r in res.items() if n != "direct"}
         many = {n: r["many_s"] for n, r in res.items()}
         text = json.dumps({"summary": rows, "cpu": cpu, "many_s": many, "incomplete": lost, "missed": missed}, indent=1, allow_nan=False)
         Path(a.json).write_text(text + "\n")
+    if a.out:
+        write_csv(rows, res, lost, a)
     for m in missed:
         print("MISSED", m)
     sys.exit(1 if missed else 0)
+
+
+def write_csv(rows, res, lost, a):
+    """The table as CSV: one line per measure and target, times in seconds, empty where nothing is known."""
+    limits = {key: limit for key, _, _, limit in MEASURES}
+    extra = {"cpu_s_per_call": a.rounds, "cpu_s_per_chunk": a.chunks, "many_s": STREAMS}
+    with open(a.out, "w", newline="", encoding="utf-8") as f:
+        out = csv.writer(f, lineterminator="\n")
+        out.writerow(["measure", "target", "n", "median_s", "p95_s", "added_s", "ratio", "limit_s", "incomplete", "cpus", "load", "python"])
+        machine = [os.cpu_count(), f"{os.getloadavg()[0]:.2f}", platform.python_version()]
+        for key, by_target in rows.items():
+            direct = by_target["direct"]["median_s"]
+            for name, v in by_target.items():
+                known = v["median_s"] is not None
+                added = v["median_s"] - direct if known and name != "direct" else None
+                limit = limits[key] if name == "proxy" else None
+                out.writerow([key, name, v["n"], *rounded(v["median_s"], v["p95_s"], added, v["median_s"] / direct if known else None), limit,
+                              None, *machine])
+        for key, n in extra.items():
+            for name, r in res.items():
+                value = r[key] if r[key] == r[key] else None  # not known of the server itself
+                out.writerow([key, name, n, *rounded(value), None, None, None, None, lost.get(name) if key == "many_s" else None, *machine])
+
+
+def rounded(*values):
+    return [None if v is None else f"{v:.4g}" for v in values]
 
 
 if __name__ == "__main__":
