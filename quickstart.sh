@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The whole pipeline on a machine that has nothing: no GPU, no energy counters, no Docker. A real 135M model on llama.cpp, a small calibration,
 # local tasks (replayed recordings: authored behaviour, measured energy; and one trial in which the small model acts for itself), alignment,
-# evaluation, and a report. Under 12 minutes on 2 cores after the downloads (about 700 MB installed). Safe to interrupt: a rerun goes on.
+# evaluation, and a report. About a quarter of an hour on 2 cores after the downloads (about 700 MB installed). Safe to interrupt: a rerun goes on.
 #
 #   bash quickstart.sh
 #   rm -r data/quickstart results/quickstart     # to measure anew
