@@ -41,12 +41,17 @@ if [[ -n $DRY ]]; then
 fi
 rows=$("$PY" stages/plan.py --plan "$PLAN" "${plan_args[@]}")
 mapfile -t ROWS <<<"$rows"
-open_rows=0
-for row in "${ROWS[@]}"; do
-	IFS=$'\t' read -r task policy rep _ <<<"$row"
-	[[ -e $TRAJ_DIR/$(basename "$task")__${policy}__r$rep/trial.json ]] || open_rows=$((open_rows + 1))
-done
-if ((open_rows == 0)); then
+name_of() { # ROW of the plan: its trajectory
+	local task policy rep
+	IFS=$'\t' read -r task policy rep _ <<<"$1"
+	echo "$(basename "$task")__${policy}__r$rep"
+}
+count_measured() {
+	local row n=0
+	for row in "${ROWS[@]}"; do [[ ! -e $TRAJ_DIR/$(name_of "$row")/trial.json ]] || n=$((n + 1)); done
+	echo "$n"
+}
+if (($(count_measured) == ${#ROWS[@]})); then
 	log "all ${#ROWS[@]} trajectories are measured already"
 	exit 0
 fi
@@ -68,7 +73,7 @@ run_rows() { # rows of the plan, one by one; what failed for infrastructure reas
 	local i task policy rep mode recording name rc
 	for ((i = 1; i <= $#; i++)); do
 		IFS=$'\t' read -r task policy rep mode recording <<<"${!i}"
-		name=$(basename "$task")__${policy}__r$rep
+		name=$(name_of "${!i}")
 		if [[ -e $TRAJ_DIR/$name/trial.json ]]; then
 			log "$i/$# $name: finished already"
 			continue
@@ -96,17 +101,10 @@ if ((${#failed[@]})); then
 	log "${#failed[@]} trial(s) failed for infrastructure reasons: once more"
 	again=("${failed[@]}")
 	failed=() in_a_row=0 ran=0 begin=$SECONDS
-	for row in "${again[@]}"; do
-		IFS=$'\t' read -r task policy rep _ <<<"$row"
-		set_aside "$(basename "$task")__${policy}__r$rep"
-	done
+	for row in "${again[@]}"; do set_aside "$(name_of "$row")"; done
 	run_rows "${again[@]}"
 fi
-measured=0
-for row in "${ROWS[@]}"; do
-	IFS=$'\t' read -r task policy rep _ <<<"$row"
-	[[ ! -e $TRAJ_DIR/$(basename "$task")__${policy}__r$rep/trial.json ]] || measured=$((measured + 1))
-done
+measured=$(count_measured)
 log "$measured of ${#ROWS[@]} trajectories are measured$([[ ${#failed[@]} -eq 0 ]] || echo ", ${#failed[@]} of them not scored (infrastructure)")"
 log "next: $PY align_trial.py $TRAJ_DIR/*/ --calib $CALIB_RESULTS --out $RESULTS_DIR/trials.csv"
 ((measured == ${#ROWS[@]} && ${#failed[@]} == 0)) || exit 3

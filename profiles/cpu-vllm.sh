@@ -12,21 +12,11 @@
 : "${GPUS=none}"
 : "${VLLM_ARGS=--dtype bfloat16 --enforce-eager --block-size 32}" # eager starts in 30 s instead of 140 s and is no slower here; smaller blocks are refused on CPUs
 : "${SERVER_READY_S=300}"
-: "${CPU_MODEL_W=0.74:3.50}"
-: "${IDLE_S=12}"
-: "${BATCH_IDLE_S=5}"
-: "${CALIB_CONTEXTS=128,512,1024}"
-: "${CALIB_OUTPUTS=16,48}"
-: "${CALIB_REPS=2}"
-: "${APPEND_CACHED=512}"
-: "${APPEND_UNCACHED=64,192}"
-: "${APPEND_OUTPUTS=24}"
-: "${MODE=replay}"
-: "${RESPONSE_SCHEMA=servers/terminus2.schema.json}"
-: "${MAX_TURNS=12}"
-: "${MAX_OUTPUT_TOKENS=512}"
-: "${TRIAL_DEADLINE_S=600}"
-: "${MIN_FREE_MB=500}"
+: "${DATA_DIR=data/cpu-vllm}"
+: "${RESULTS_DIR=results/cpu-vllm}"
+# The rest, grid and limits, is that of the embedded default: the same model on the same processor.
+# shellcheck source=profiles/cpu-smollm2.sh
+source "$ROOT/profiles/cpu-smollm2.sh"
 
 # Read by vLLM itself.
 export VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1}             # GiB: 46,592 tokens of this model
