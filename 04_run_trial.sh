@@ -18,15 +18,15 @@ need_venv
 NAME=$(basename "$TASK")__${POLICY}__r$REP
 DIR=$TRAJ_DIR/$NAME
 
-if [[ -e $DIR/trial.json ]]; then
-	log "$NAME is finished already (remove $DIR to measure it again)"
-	exit 0
-fi
 RECORDING=
 if [[ $MODE == replay ]]; then
 	mapfile -t recordings < <(printf '%s\n' "$RECORDINGS_DIR/$(basename "$TASK")"/*.json | sort)
 	RECORDING=${4:-${recordings[$(((REP - 1) % ${#recordings[@]}))]}}
 	[[ -r $RECORDING ]] || die "MODE=replay needs a recording of $(basename "$TASK"): $RECORDING is missing" 2
+fi
+if [[ -e $DIR/trial.json ]]; then
+	"$PY" stages/trial.py kept --dir "$DIR" --mode "$MODE" --recording "$RECORDING" >&2 || exit 2
+	exit 0
 fi
 (($(free_mb .) >= MIN_FREE_MB)) || die "$(free_mb .) MB of disk are free, a trial needs MIN_FREE_MB=$MIN_FREE_MB"
 measuring_lock

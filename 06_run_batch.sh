@@ -39,19 +39,19 @@ if [[ -n $DRY ]]; then
 	rm -rf "$scratch"
 	exit 0
 fi
-rows=$("$PY" stages/plan.py --plan "$PLAN" "${plan_args[@]}")
-mapfile -t ROWS <<<"$rows"
+read_rows() { # the plan's rows of this shard, each with `measured` or `open`
+	local rows
+	rows=$("$PY" stages/plan.py --plan "$PLAN" "${plan_args[@]}") || exit 2
+	mapfile -t ROWS <<<"$rows"
+	MEASURED=$(grep -c $'\tmeasured\t' <<<"$rows") || true
+}
 name_of() { # ROW of the plan: its trajectory
 	local task policy rep
 	IFS=$'\t' read -r task policy rep _ <<<"$1"
 	echo "$(basename "$task")__${policy}__r$rep"
 }
-count_measured() {
-	local row n=0
-	for row in "${ROWS[@]}"; do [[ ! -e $TRAJ_DIR/$(name_of "$row")/trial.json ]] || n=$((n + 1)); done
-	echo "$n"
-}
-if (($(count_measured) == ${#ROWS[@]})); then
+read_rows
+if ((MEASURED == ${#ROWS[@]})); then
 	log "all ${#ROWS[@]} trajectories are measured already"
 	exit 0
 fi
@@ -70,9 +70,9 @@ measuring_unlock
 begin=$SECONDS ran=0 in_a_row=0
 failed=()
 run_rows() { # rows of the plan, one by one; what failed for infrastructure reasons goes to `failed`
-	local i task policy rep mode recording name rc
+	local i task policy rep mode _ recording name rc
 	for ((i = 1; i <= $#; i++)); do
-		IFS=$'\t' read -r task policy rep mode recording <<<"${!i}"
+		IFS=$'\t' read -r task policy rep mode _ recording <<<"${!i}"
 		name=$(name_of "${!i}")
 		if [[ -e $TRAJ_DIR/$name/trial.json ]]; then
 			log "$i/$# $name: finished already"
@@ -104,7 +104,7 @@ if ((${#failed[@]})); then
 	for row in "${again[@]}"; do set_aside "$(name_of "$row")"; done
 	run_rows "${again[@]}"
 fi
-measured=$(count_measured)
-log "$measured of ${#ROWS[@]} trajectories are measured$([[ ${#failed[@]} -eq 0 ]] || echo ", ${#failed[@]} of them not scored (infrastructure)")"
+read_rows
+log "$MEASURED of ${#ROWS[@]} trajectories are measured$([[ ${#failed[@]} -eq 0 ]] || echo ", ${#failed[@]} of them not scored (infrastructure)")"
 log "next: $PY align_trial.py $TRAJ_DIR/*/ --calib $CALIB_RESULTS --out $RESULTS_DIR/trials.csv"
-((measured == ${#ROWS[@]} && ${#failed[@]} == 0)) || exit 3
+((MEASURED == ${#ROWS[@]} && ${#failed[@]} == 0)) || exit 3

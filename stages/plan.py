@@ -1,14 +1,16 @@
 """The plan of a batch: which trajectories, in which order. Written before the first one runs, so that what never ran still counts as planned.
 
     python stages/plan.py --list tasks/final.txt --policies "summarize-off summarize-8k" --reps 3 --mode live --seed 1 --plan data/traj/plan.csv
-    python stages/plan.py --plan data/traj/plan.csv --shard 2/4 --show      # trajectories of one shard, one line each
+    python stages/plan.py --plan data/traj/plan.csv --shard 2/4 --show      # trajectories of one shard and whether they are measured
 
 Order: repetition by repetition, tasks and policies shuffled within each (seeded), so that a slow drift of the machine hits every policy alike.
-A plan that exists is kept and only what it lacks is appended. Columns: order, task, policy, rep, mode, recording, seed.
+A plan that exists is kept and only what it lacks is appended; what is planned or measured one way cannot be asked for another way (live,
+or a replay of another recording) in the same folder: the rows would share a name. Columns: order, task, policy, rep, mode, recording, seed.
 """
 
 import argparse
 import csv
+import json
 import os
 import random
 import sys
@@ -47,6 +49,39 @@ def make(tasks, policies, reps, mode, seed, recordings_dir):
     return rows
 
 
+def key(row):
+    return Path(row["task"]).name, row["policy"], str(row["rep"])
+
+
+def kind(mode, recording):
+    """What a trajectory is, beyond its name: "live", or the recording that it replays."""
+    return "live" if mode == "live" else f"replay of {Path(recording).name}"
+
+
+def check_same(rows, known, plan):
+    """Raises ValueError when a row of `rows` is planned otherwise already."""
+    kinds = {key(r): kind(r["mode"], r["recording"]) for r in known}
+    for r in rows:
+        planned, asked = kinds.get(key(r)), kind(r["mode"], r["recording"])
+        if planned not in (None, asked):
+            raise ValueError(f"{plan}: {'__'.join(key(r)[:2])}__r{r['rep']} is planned as {planned}, asked for is {asked}; "
+                             f"use another DATA_DIR, or delete the row and its folder to plan it anew")  # fmt: skip
+
+
+def measured(folder, mode, recording):
+    """Whether a trajectory's folder holds a finished measurement. Raises ValueError when it is one of another kind than asked for."""
+    try:
+        trial = json.loads((folder / "trial.json").read_text())
+        found = kind(trial["mode"], (trial["recording"] or {}).get("file"))
+    except FileNotFoundError:
+        return False
+    except (ValueError, KeyError, TypeError) as e:
+        raise ValueError(f"{folder}/trial.json cannot be read ({type(e).__name__}: {e}); move the folder away to measure it anew") from e
+    if found != kind(mode, recording):
+        raise ValueError(f"{folder} is measured as {found}, asked for is {kind(mode, recording)}; use another DATA_DIR, or move the folder away")
+    return True
+
+
 def read_plan(path):
     try:
         with open(path, encoding="utf-8-sig", newline="") as f:
@@ -69,7 +104,7 @@ def main():
     p.add_argument("--seed", type=int, default=1)
     p.add_argument("--recordings", default="tasks/recordings")
     p.add_argument("--shard", default="1/1", help="i/n: every n-th trajectory from the i-th on")
-    p.add_argument("--show", action="store_true", help="print task, policy, rep, mode, recording of this call's part, tab-separated")
+    p.add_argument("--show", action="store_true", help="print task, policy, rep, mode, measured|open, recording of this call's part")
     a = p.parse_args()
     try:
         i, n = (int(x) for x in a.shard.split("/"))
@@ -80,10 +115,11 @@ def main():
     try:
         known = read_plan(a.plan)
         wanted = make(read_list(a.list), a.policies.split(), a.reps, a.mode, a.seed, a.recordings) if a.list else known
+        check_same(wanted, known, a.plan)
+        done = {key(r): measured(a.plan.parent / "{}__{}__r{}".format(*key(r)), r["mode"], r["recording"]) for r in wanted}
     except (OSError, ValueError) as e:
         print(f"plan: {e}", file=sys.stderr)
         sys.exit(2)
-    key = lambda r: (Path(r["task"]).name, r["policy"], str(r["rep"]))  # noqa: E731
     have = {key(r) for r in known}
     new = [r for r in wanted if key(r) not in have]
     if new:
@@ -97,10 +133,8 @@ def main():
             w.writerows(rows)
         os.replace(tmp, a.plan)
     if a.show:
-        ours = {key(r) for r in wanted}
-        mine = [r for r in read_plan(a.plan) if key(r) in ours][i - 1 :: n]
-        for r in mine:
-            print(r["task"], r["policy"], r["rep"], r["mode"], r["recording"], sep="\t")
+        for r in [r for r in read_plan(a.plan) if key(r) in done][i - 1 :: n]:
+            print(r["task"], r["policy"], r["rep"], r["mode"], "measured" if done[key(r)] else "open", r["recording"], sep="\t")
 
 
 if __name__ == "__main__":

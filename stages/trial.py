@@ -1,10 +1,12 @@
 """The two ends of one trajectory that bash should not compute: Harbor's job file before, trial.json after.
 
     python stages/trial.py prepare --dir data/traj/fix-bug__summarize-8k__r1 --task fix-bug --policy summarize-8k --rep 1 ...
+    python stages/trial.py kept    --dir data/traj/fix-bug__summarize-8k__r1 --mode live
     python stages/trial.py finish  --dir data/traj/fix-bug__summarize-8k__r1 --harbor-exit 0
 
 `prepare` writes request.json (what is asked) and job.json (Harbor's job configuration); `finish` writes trial.json, atomically and last:
-its presence means that the trajectory is finished. Exit codes: 2 bad input, `finish` 3 when the trial failed for infrastructure reasons.
+its presence means that the trajectory is finished. `kept` refuses a finished one of another kind (exit code 2).
+Exit codes: 2 bad input, `finish` 3 when the trial failed for infrastructure reasons.
 
 Context policies of Terminus-2 (L is the server's context in tokens). It summarizes before a call when its free context, L minus its own
 count of the history, is below a threshold; so "once the history exceeds N tokens" is the threshold L - N:
@@ -22,11 +24,12 @@ import platform
 import re
 import sys
 import tomllib
-from datetime import datetime
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+from stages import plan  # noqa: E402
+
 DEFAULT_FREE_TOKENS = 8000  # Terminus-2's own threshold
 ROOM_TOKENS = 2048  # a summary itself needs this much beyond the history that triggers it
 
@@ -177,9 +180,11 @@ def prepare(a):
     )
 
 
-def unix(text):
-    """Unix seconds of Harbor's time stamp, None for none."""
-    return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp() if text else None
+def kept(a):
+    """A finished trajectory stays. Raises ValueError when it is of another kind than asked for."""
+    if plan.measured(Path(a.dir), a.mode, a.recording):
+        print(f"{os.path.basename(a.dir)} is finished already (move its folder away to measure it again)")
+    return 0
 
 
 # Exceptions after which the agent's work counts: everything else that Harbor reports is infrastructure, and the batch retries it.
@@ -261,6 +266,10 @@ def main():
         ("schema", str),
     ):
         q.add_argument(f"--{name}", type=kind)
+    q = sub.add_parser("kept")
+    q.add_argument("--dir", required=True)
+    q.add_argument("--mode", required=True)
+    q.add_argument("--recording", default="")
     q = sub.add_parser("finish")
     q.add_argument("--dir", required=True)
     q.add_argument("--harbor-exit", type=int, required=True)
@@ -271,8 +280,8 @@ def main():
     q.add_argument("--calib", help="folder of the calibration in force")
     a = p.parse_args()
     try:
-        sys.exit(prepare(a) if a.what == "prepare" else finish(a))
-    except (BadInput, OSError) as e:
+        sys.exit({"prepare": prepare, "kept": kept, "finish": finish}[a.what](a))
+    except (ValueError, OSError) as e:
         print(f"{os.path.basename(a.dir)}: {e}", file=sys.stderr)
         sys.exit(2)
 

@@ -220,6 +220,42 @@ def test_plan_interleaves_repetitions_and_keeps_what_is_planned(tmp_path):
     assert sorted(sum(shards, [])) == sorted(run("--reps", "2"))
 
 
+def test_a_trajectory_is_never_taken_for_one_of_another_kind(tmp_path):
+    for name in ("01-solve.json", "02-fail.json"):
+        (tmp_path / "rec/a").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "rec/a" / name).touch()
+    (tmp_path / "l.txt").write_text("a\n")
+    traj = tmp_path / "traj"
+
+    def run(mode, *more):
+        cmd = [sys.executable, "stages/plan.py", "--list", tmp_path / "l.txt", "--policies", "p", "--plan", traj / "plan.csv", "--mode", mode,
+               "--recordings", tmp_path / "rec", "--show", *more]  # fmt: skip
+        r = subprocess.run(cmd, cwd=Path(__file__).parent.parent, capture_output=True, text=True)
+        return r.returncode, r.stdout, r.stderr
+
+    assert run("replay") == (0, f"a\tp\t1\treplay\topen\t{tmp_path}/rec/a/01-solve.json\n", "")
+    code, out, err = run("live")
+    assert (code, out) == (2, "") and "a__p__r1 is planned as replay of 01-solve.json, asked for is live" in err
+
+    folder = traj / "a__p__r1"
+    folder.mkdir()
+    measured = {"mode": "replay", "recording": {"file": "rec/a/01-solve.json"}}
+    (folder / "trial.json").write_text(json.dumps(measured))
+    assert "\tmeasured\t" in run("replay")[1]
+    (folder / "trial.json").write_text(json.dumps({"mode": "live", "recording": None}))
+    code, out, err = run("replay")
+    assert (code, out) == (2, "") and f"{folder} is measured as live, asked for is replay of 01-solve.json" in err
+    (folder / "trial.json").write_text("{")
+    assert run("replay")[0] == 2 and "trial.json cannot be read" in run("replay")[2]
+
+    (folder / "trial.json").write_text(json.dumps(measured))
+    kept = [sys.executable, "stages/trial.py", "kept", "--dir", folder, "--mode"]
+    r = subprocess.run([*kept, "replay", "--recording", "01-solve.json"], cwd=Path(__file__).parent.parent, capture_output=True, text=True)
+    assert r.returncode == 0 and "finished already" in r.stdout
+    r = subprocess.run([*kept, "live"], cwd=Path(__file__).parent.parent, capture_output=True, text=True)
+    assert r.returncode == 2 and "is measured as replay of 01-solve.json, asked for is live" in r.stderr
+
+
 @pytest.mark.parametrize(("text", "says"), [("# nothing\n", "no task"), ("a\nb\na\n", "more than once")])
 def test_a_bad_task_list_is_named(tmp_path, text, says):
     (tmp_path / "l.txt").write_text(text)
