@@ -90,8 +90,8 @@ PACKAGE_COMMANDS = {
     "libc6-dev": [],
     "ca-certificates": [],
 }
-# The one docker-compose.yaml that needs no Docker: it says only that there is no network, which is the rule here.
-CLOSED_COMPOSE = ["services:", "main:", "network_mode:", "none"]
+# What a docker-compose.yaml may say of its main service without needing Docker: both hold here by themselves.
+COMPOSE_HERE = {"network_mode": "none", "init": True}
 OUTPUT_LIMIT = 16 << 20  # bytes of one command's stdout that are read into memory
 NAME = "trajoule-env"
 USER_MODE_LIMITS = "unprivileged user namespace: only root, the machine's own files cannot be changed inside, no apt, no chown"
@@ -625,9 +625,18 @@ async def run_to_files(argv, timeout_s=None, stdin=None, stdout=None):
 
 def read_environment(context):
     """read_dockerfile() of a task's environment/ folder, refusing what only Docker can do."""
+    import yaml
+
     compose = Path(context, "docker-compose.yaml")
-    if compose.exists() and [w for line in compose.read_text().splitlines() for w in line.split("#")[0].split()] != CLOSED_COMPOSE:
-        raise LocalEnvError(f"{compose}: more than a main service without network; {ADVICE}")
+    if compose.exists():
+        try:
+            services = yaml.safe_load(compose.read_text())["services"]
+            asked = services["main"]
+            needs_docker = len(services) > 1 or asked["network_mode"] != "none" or not asked.items() <= COMPOSE_HERE.items()
+        except (yaml.YAMLError, TypeError, KeyError, AttributeError):
+            needs_docker = True
+        if needs_docker:
+            raise LocalEnvError(f"{compose}: more than a main service without network; {ADVICE}")
     if not Path(context, "Dockerfile").exists():
         raise LocalEnvError(f"{context}/Dockerfile: not found, and an image by name cannot be had without Docker; {ADVICE}")
     return read_dockerfile(Path(context, "Dockerfile"))
