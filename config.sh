@@ -58,6 +58,7 @@ PROFILE_NAME=$(basename "$PROFILE_FILE" .sh)
 # Trajectories
 : "${MODE=live}"             # live: the served model acts; replay: the proxy answers from tasks/recordings
 : "${REPLAY_MODE=putback}"   # how a replay keeps the prefix cache as in a live run: putback (any server), force (vLLM emits the recorded reply)
+: "${REPLAY_WORDS=0}"        # 1: with putback, the server writes only words that survive being put back (vLLM; for random weights)
 : "${ENVIRONMENT=auto}"      # docker, local_env (Linux namespaces), auto: docker when an engine answers
 : "${TASKS_DIR=tasks/local}" # where a bare task name is looked up
 : "${RECORDINGS_DIR=tasks/recordings}"
@@ -66,6 +67,7 @@ PROFILE_NAME=$(basename "$PROFILE_FILE" .sh)
 : "${MAX_OUTPUT_TOKENS=4096}" # per call; a runaway reply ends here
 : "${RESPONSE_SCHEMA=}"       # JSON schema file that replies must follow (small models need it)
 : "${AGENT_TIMEOUT_S=}"       # empty: the task's own
+: "${ORACLE_JOBS=2}"          # reference solutions at a time; they wait more than they compute, but their time limits count
 : "${LLM_TIMEOUT_S=3600}"     # s that the agent waits for one call
 : "${TRIAL_DEADLINE_S=7200}"  # s for one whole trial; beyond it the trial counts as infrastructure failure
 : "${BATCH_SEED=1}"           # order of a batch: repetitions interleaved, shuffled within

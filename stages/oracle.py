@@ -1,19 +1,38 @@
-"""One row of oracle_times.csv from Harbor's folder of one reference solution, and the list of tasks that work.
+"""Run the reference solutions of a task list, several at a time in one Harbor process, and note which tasks work on this machine.
 
-    python stages/oracle.py --task fix-bug --job data/oracle/fix-bug/harbor --exit 0 --wall 3.2 --times tasks/oracle_times.csv --ok tasks/oracle_ok.txt
+    python stages/oracle.py --list tasks/local.txt --jobs 2 --environment docker --folder data/oracle --times data/oracle_times.csv --ok data/oracle_ok.txt
 
-Columns: task, ok, reason, reward, wall_s, setup_s (build or start of the environment), solve_s, verify_s, environment, checked (UTC).
-`reason` says why a task does not work here: build, setup, agent, verifier, timeout, wrong (the reference solution is judged wrong), harbor.
+A row is written as soon as its task ends; a task that has one for this environment is not run again (--retry: those that failed are).
+Columns: task, ok, reason, reward, wall_s, pull_s, build_s (of the image), setup_s (start of the environment without them), solve_s, verify_s,
+environment, checked (UTC), detail. `reason` says why a task does not work here: dataset (not found), pull, build, setup (of the environment),
+agent, verifier, timeout, network, wrong (the reference solution is judged wrong), harbor; `detail` is what was said about it, in a line.
 """
 
 import argparse
+import asyncio
 import csv
 import json
 import os
+import re
+import shutil
+import signal
+import sys
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-FIELDS = ["task", "ok", "reason", "reward", "wall_s", "setup_s", "solve_s", "verify_s", "environment", "checked"]
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)  # in place of this folder, whose files are no packages
+from stages import plan, trial  # noqa: E402
+
+FIELDS = [*["task", "ok", "reason", "reward", "wall_s", "pull_s", "build_s", "setup_s", "solve_s", "verify_s", "environment", "checked"], "detail"]
+# What programs say when the network is the trouble, rather than the task. A refused connection is not among them: tasks have servers of their own.
+NETWORK = re.compile(
+    r"could not resolve|temporary failure (?:in name resolution|resolving)|name or service not known|network is unreachable|no such host"
+    r"|tls handshake|certificate verify failed|certificate signed by unknown|toomanyrequests|i/o timeout|failed to fetch https?:"
+    r"|curl: \((?:6|7|28|35|60)\)|error getting dataset|unable to access 'https?:|dns error",
+    re.IGNORECASE,
+)
 
 
 def seconds(phase):
@@ -24,21 +43,36 @@ def seconds(phase):
     return round((end - begin).total_seconds(), 3)
 
 
-def reason_of(result, exit_code):
-    """Why the reference solution did not earn a reward of 1; empty when it did."""
-    if exit_code == 124:
-        return "timeout"
+def network_line(text):
+    """The line of a log that shows network trouble, None when none does."""
+    return next((line.strip() for line in text.splitlines() if NETWORK.search(line)), None)
+
+
+def judge(result, docker=None, log="", error=""):
+    """(reason, detail) of one task: `result` is Harbor's, None when it left none; `docker` what oracle_env noted; `log` the output of the
+    reference solution and of the verifier; `error` what kept Harbor from running it. reason is empty when the task works."""
+    exception = (result or {}).get("exception_info") or {}
+    kind, message = exception.get("exception_type") or "", (exception.get("exception_message") or error).strip()
+    reward = (((result or {}).get("verifier_result") or {}).get("rewards") or {}).get("reward")
+    if result is not None and not kind and reward is not None and reward >= 1:
+        return "", ""
+    phase = docker["phase"] if docker and docker["failed"] else None
     if result is None:
-        return "harbor"
-    kind = (result.get("exception_info") or {}).get("exception_type") or ""
-    if "Timeout" in kind:
-        return "timeout"
-    if kind.startswith(("Verifier", "Reward")):
-        return "verifier"
-    if kind:
-        return "setup" if result.get("agent_setup") else "agent" if result.get("agent_execution") else "build"
-    reward = ((result.get("verifier_result") or {}).get("rewards") or {}).get("reward")
-    return "verifier" if reward is None else "" if reward >= 1 else "wrong"
+        phase = phase or "harbor"
+    elif kind.startswith(("Verifier", "Reward", "AddTests", "DownloadVerifier")) or not kind:
+        phase = "verifier"
+    else:
+        phase = phase or ("agent" if result.get("agent_execution") else "setup" if docker or result.get("agent_setup") else "build")
+    trouble = network_line(f"{message}\n{log}")
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    said = trouble or (lines[-1] if phase in ("pull", "build") and lines else lines[0] if lines else "")
+    if "Timeout" in kind and not trouble:
+        return "timeout", f"{phase}: {said}"
+    if trouble:
+        return "network", f"{phase}: {trouble}"
+    if phase == "verifier" and not kind:
+        return ("verifier", "no reward was written") if reward is None else ("wrong", f"the reference solution earns {reward:g}")
+    return phase, said
 
 
 def read_rows(path):
@@ -56,41 +90,125 @@ def replace(path, write):
     os.replace(tmp, path)
 
 
-def main():
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--task", required=True)
-    p.add_argument("--job", type=Path, required=True)
-    p.add_argument("--exit", type=int, required=True)
-    p.add_argument("--wall", type=float, required=True)
-    p.add_argument("--environment", default="")
-    p.add_argument("--times", type=Path, required=True)
-    p.add_argument("--ok", type=Path, required=True)
-    a = p.parse_args()
-    try:
-        result = json.loads(next(iter(sorted(a.job.glob("*/result.json")))).read_text())
-    except (StopIteration, ValueError, OSError):
-        result = None
-    reason = reason_of(result, a.exit)
-    r = result or {}
-    row = {
-        "task": a.task, "ok": int(not reason), "reason": reason, "wall_s": round(a.wall, 3), "environment": a.environment,
-        "reward": ((r.get("verifier_result") or {}).get("rewards") or {}).get("reward"), "setup_s": seconds(r.get("environment_setup")),
-        "solve_s": seconds(r.get("agent_execution")), "verify_s": seconds(r.get("verifier")), "checked": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-    }  # fmt: skip
-    rows = [x for x in read_rows(a.times) if x["task"] != a.task] + [row]
-    a.times.parent.mkdir(parents=True, exist_ok=True)
+def note(times, ok, row):
+    """Write one task's row, in place of an earlier one, and the list of tasks that work."""
+    rows = [r for r in read_rows(times) if r["task"] != row["task"]] + [row]
+    times.parent.mkdir(parents=True, exist_ok=True)
 
     def write_times(f):
-        w = csv.DictWriter(f, FIELDS, lineterminator="\n")
+        w = csv.DictWriter(f, FIELDS, lineterminator="\n", extrasaction="ignore", restval="")
         w.writeheader()
         w.writerows(rows)
 
-    replace(a.times, write_times)
-    replace(a.ok, lambda f: f.write("# tasks whose reference solution earns its reward on this machine (05_oracle_check.sh)\n"
-                                    + "".join(f"{x['task']}\n" for x in rows if str(x["ok"]) == "1")))  # fmt: skip
-    message = (r.get("exception_info") or {}).get("exception_message") or ""
-    print(f"{a.task}: {'ok' if not reason else 'does not work here: ' + reason + (' - ' + message.strip().splitlines()[0][:200] if message.strip() else '')}"
-          f" ({a.wall:.1f} s)")  # fmt: skip
+    replace(times, write_times)
+    replace(ok, lambda f: f.write("# tasks whose reference solution earns its reward on this machine (05_oracle_check.sh)\n"
+                                  + "".join(f"{r['task']}\n" for r in rows if str(r["ok"]) == "1")))  # fmt: skip
+
+
+def read_result(folder):
+    """(Harbor's result or None, what oracle_env noted or None, output of solution and verifier) of a job folder with one trial."""
+
+    def load(pattern):
+        try:
+            return json.loads(next(folder.glob(pattern)).read_text())
+        except (StopIteration, OSError, ValueError):
+            return None
+
+    logs = [p for name in ("agent/oracle.txt", "verifier/test-stdout.txt") for p in folder.glob(f"*/{name}")]
+    return load("*/result.json"), load("*/docker.json"), "\n".join(p.read_text(errors="replace")[-20000:] for p in logs)
+
+
+async def run_one(task, a):
+    """One reference solution to its end; returns its row. What goes wrong is in the row, nothing is raised but cancellation."""
+    from harbor.job_plan import JobPlan
+    from harbor.models.job.config import JobConfig
+    from harbor.trial.trial import Trial
+
+    folder, begin, error, late = Path(a.folder) / Path(task).name, time.monotonic(), "", False
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    reason = None
+    try:
+        name, task_part = trial.find_task(task, a.tasks_dir)
+        environment = "stages.oracle_env:TimedDocker" if a.environment == "docker" else "local_env:LocalEnvironment"
+        job = JobConfig(job_name="harbor", jobs_dir=folder, agents=[{"name": "oracle"}], environment={"import_path": environment}, **task_part)
+        reason = "dataset"
+        found = await JobPlan.from_config(job)
+        reason = None
+        if len(found.trial_configs) != 1:
+            raise ValueError(f"'{task}' are {len(found.trial_configs)} tasks; name one a line")
+        async with asyncio.timeout(a.deadline):
+            await (await Trial.create(found.trial_configs[0])).run()
+    except TimeoutError:
+        late, error = True, f"longer than {a.deadline:.0f} s (TRIAL_DEADLINE_S)"
+    except Exception as e:  # noqa: BLE001 - a broken task must not end the check of the others
+        error = f"{type(e).__name__}: {e}"
+    result, docker, log = read_result(folder / "harbor")
+    judged, detail = judge(result, docker, log, error)
+    if late:
+        judged, detail = "timeout", error
+    elif reason and judged != "network":
+        judged = reason
+    pull, build = (docker["seconds"] if docker and docker["phase"] == phase else None for phase in ("pull", "build"))
+    setup = seconds((result or {}).get("environment_setup"))
+    return {
+        "task": task, "ok": int(not judged), "reason": judged, "wall_s": round(time.monotonic() - begin, 3), "environment": a.environment,
+        "reward": (((result or {}).get("verifier_result") or {}).get("rewards") or {}).get("reward"), "pull_s": pull, "build_s": build,
+        "setup_s": None if setup is None else round(max(setup - (pull or 0) - (build or 0), 0), 3),
+        "solve_s": seconds((result or {}).get("agent_execution")), "verify_s": seconds((result or {}).get("verifier")),
+        "checked": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"), "detail": " ".join(detail.split())[:300],
+    }  # fmt: skip
+
+
+async def check(tasks, a):
+    """Every task, `a.jobs` at a time. A signal ends those that run, with their containers; what has a row keeps it."""
+    me = asyncio.current_task()
+    for s in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(s, me.cancel)
+    gate, begin, ended = asyncio.Semaphore(a.jobs), time.monotonic(), 0
+
+    async def one(task):
+        nonlocal ended
+        async with gate:
+            row = await run_one(task, a)
+        note(a.times, a.ok, row)
+        ended += 1
+        left = (time.monotonic() - begin) / ended * (len(tasks) - ended)
+        parts = [f"{k[:-2]} {row[k]:.1f}" for k in ("pull_s", "build_s", "setup_s", "solve_s", "verify_s") if row[k] is not None]
+        said = "ok" if row["ok"] else f"does not work here: {row['reason']} - {row['detail']}"
+        print(f"{ended}/{len(tasks)} {task}: {said} ({row['wall_s']:.1f} s{': ' if parts else ''}{', '.join(parts)})"
+              f"{f', about {left:.0f} s left' if ended < len(tasks) else ''}", flush=True)  # fmt: skip
+
+    await asyncio.gather(*(one(t) for t in tasks))
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--list", required=True)
+    p.add_argument("--tasks-dir", default="tasks/local")
+    p.add_argument("--jobs", type=int, default=1)
+    p.add_argument("--environment", choices=["docker", "local_env"], required=True)
+    p.add_argument("--folder", required=True, help="Harbor's folders go here, one a task")
+    p.add_argument("--times", type=Path, required=True)
+    p.add_argument("--ok", type=Path, required=True)
+    p.add_argument("--deadline", type=float, default=7200.0, help="s for one task")
+    p.add_argument("--retry", action="store_true", help="run those again that failed")
+    a = p.parse_args()
+    try:
+        tasks = plan.read_list(a.list)
+    except (OSError, ValueError) as e:
+        print(f"oracle: {e}", file=sys.stderr)
+        sys.exit(2)
+    known = {r["task"] for r in read_rows(a.times) if r["environment"] == a.environment and not (a.retry and r["ok"] != "1")}
+    todo = [t for t in tasks if t not in known]
+    if len(todo) < len(tasks):
+        print(f"{len(tasks) - len(todo)} of {len(tasks)} have a row in {a.times} already", flush=True)
+    if not todo:
+        return
+    try:
+        asyncio.run(check(todo, a))
+    except asyncio.CancelledError:
+        sys.exit(130)
 
 
 if __name__ == "__main__":

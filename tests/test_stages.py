@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from stages import oracle, plan, trial
+from stages import plan, trial
 
 
 def bash(repo, command, **env):
@@ -270,23 +270,6 @@ def test_recordings_serve_repetitions_in_turn(tmp_path):
     assert [Path(plan.recording_of(tmp_path, "t", r)).stem for r in (1, 2, 3)] == ["01-a", "02-b", "01-a"]
     with pytest.raises(ValueError, match="no recording"):
         plan.recording_of(tmp_path, "u", 1)
-
-
-@pytest.mark.parametrize(
-    ("result", "exit_code", "reason"),
-    [
-        ({"verifier_result": {"rewards": {"reward": 1.0}}}, 0, ""),
-        ({"verifier_result": {"rewards": {"reward": 0.0}}}, 0, "wrong"),
-        ({"verifier_result": None}, 0, "verifier"),
-        ({"exception_info": {"exception_type": "RewardFileNotFoundError"}}, 0, "verifier"),
-        ({"exception_info": {"exception_type": "EnvironmentStartTimeoutError"}}, 0, "timeout"),
-        ({"exception_info": {"exception_type": "RuntimeError"}}, 0, "build"),
-        (None, 1, "harbor"),
-        (None, 124, "timeout"),
-    ],
-)
-def test_oracle_names_why_a_task_does_not_work(result, exit_code, reason):
-    assert oracle.reason_of(result, exit_code) == reason
 
 
 # ---- processes

@@ -1,0 +1,28 @@
+"""Harbor's Docker environment that notes how long pull and build took (docker.json in the trial's folder), apart from the start."""
+
+import time
+
+from harbor.environments.docker.docker import DockerEnvironment
+
+import energylib
+
+
+class TimedDocker(DockerEnvironment):
+    """Differs from Harbor's own in one thing: a prebuilt image is pulled by a command of its own, not on the way by `up`."""
+
+    async def _run_docker_compose_command(self, command, *args, **kwargs):
+        if command[0] == "up" and self._use_prebuilt:
+            await self._timed("pull", ["pull", "--policy", "missing"])
+        if command[0] == "build":
+            return await self._timed("build", command, *args, **kwargs)
+        return await super()._run_docker_compose_command(command, *args, **kwargs)
+
+    async def _timed(self, phase, command, *args, **kwargs):
+        begin, failed = time.monotonic(), phase
+        try:
+            result = await super()._run_docker_compose_command(command, *args, **kwargs)
+            failed = None
+            return result
+        finally:
+            note = {"phase": phase, "seconds": round(time.monotonic() - begin, 3), "failed": failed is not None}
+            energylib.write_json_atomic(self.trial_paths.trial_dir / "docker.json", note)
