@@ -35,7 +35,7 @@ def failed(kind, message="", **phases):
         (failed("RuntimeError", "manifest unknown"), {"docker": {"phase": "pull", "failed": True}}, "pull", "manifest unknown"),
         (failed("RuntimeError", "dependency failed to start"), {"docker": {"phase": "build", "failed": False}}, "setup", "dependency"),
         # without a network: in the pull, in the build, and in a verifier that installs packages
-        (failed("RuntimeError", "a\ndial tcp: lookup registry-1.docker.io: no such host"), {"docker": {"phase": "pull", "failed": True}}, "network", "pull: dial"),
+        (failed("RuntimeError", "a\ndial tcp: lookup docker.io: no such host"), {"docker": {"phase": "pull", "failed": True}}, "network", "pull: dial"),
         (failed("RuntimeError", "E: Temporary failure resolving 'deb.debian.org'"), {"docker": {"phase": "build", "failed": True}}, "network", "build: E:"),
         ({"verifier_result": {"rewards": {"reward": 0}}}, {"log": "ok\ncurl: (6) Could not resolve host: astral.sh\n"}, "network", "verifier: curl: (6)"),
         (failed("VerifierTimeoutError", "600 s"), {"log": "Err:1 Temporary failure resolving 'x'"}, "network", "verifier: Err:1"),
