@@ -1025,9 +1025,24 @@ def test_perfetto_reads_the_trace(perfetto_found, name, trial, tmp_path):
 
 def test_timeline(trial, tmp_path):
     pytest.importorskip("matplotlib")
-    row = at.align(trial("shell"), at.load_calibration(calibration(tmp_path)), timeline_dir=tmp_path)
+    row = at.align(trial("shell"), at.load_calibration(calibration(tmp_path)), timeline_dir=tmp_path, formats=["svg", "pdf"])
     data = (tmp_path / f"{row['trajectory']}.png").read_bytes()
     assert data[:8] == b"\x89PNG\r\n\x1a\n" and len(data) > 10_000
+    assert (tmp_path / f"{row['trajectory']}.pdf").read_bytes().startswith(b"%PDF")
+    assert "<svg" in (tmp_path / f"{row['trajectory']}.svg").read_text()
+
+
+def test_views_name_replays(trial, tmp_path, monkeypatch):
+    figures = []
+    plt = pytest.importorskip("matplotlib.pyplot")
+    monkeypatch.setattr(plt, "close", figures.append)
+    folder = trial("plain")
+    edit_trial(folder, mode="replay", recording={"name": "01-solve", "sha256": "0" * 64, "source": "authored"})
+    row = at.align(folder, trace_dir=tmp_path, timeline_dir=tmp_path)
+    assert "(replay, authored): success" in figures[0].get_suptitle()
+    trace = json.loads((tmp_path / f"{row['trajectory']}.json").read_text())
+    assert (trace["otherData"]["recording_source"], trace["otherData"]["recording"]) == ("authored", "01-solve@000000000000")
+    assert "replay, authored" in trace["traceEvents"][0]["args"]["name"]
 
 
 # ---------------------------------------------------------------- the program
