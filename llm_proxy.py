@@ -15,7 +15,8 @@ Replay: each chat call of the agent is matched to the recording by session (head
 number of messages. The agent's real request goes to the server, so prefill, decode and energy are real; the client gets the recorded
 reply with the server's real usage. So that the prefix cache behaves as in a live run, either
   putback   the recorded length is decoded, and in later requests the server's own text stands where the recorded replies stand (any
-            server that decodes exact lengths); or
+            server that decodes exact lengths). With --replay-words (vLLM) it may write whole words only, whose tokens come back as
+            they were: the noise of random weights would not survive decoding and encoding; or
   force     the server is made to emit the recorded reply (vLLM started with --logits-processors servers.force_reply:ForceReply).
 A call that does not fit the recording is answered with 400 and says what was expected and what came. The record's `replay` has the
 entry, the tokens asked for, how many replies were put back or left, and the tokens that had to be computed again although a live run
@@ -42,6 +43,7 @@ import re
 import signal
 import socket
 import sys
+import threading
 import time
 import unicodedata
 import uuid
@@ -69,6 +71,17 @@ ENDS_EARLY = ("max_tokens", "max_completion_tokens", "min_tokens", "ignore_eos",
 CONNECT_TIMEOUT_S = 30
 # Servers close idle connections after 5 s (uvicorn, llama.cpp). Ours must go first: a POST on a connection that is just closing fails.
 KEEPALIVE_S = 2
+# What a server held to whole words may write besides the words of the recording, and how many words that are at most.
+COMMON_WORDS = """\
+the of and to in is that it was for on are as with they at be this from have or by one had not but what all were when we there can an your
+which their said if do will each about how up out them then she many some so these would other into has more her two like him see time
+could no make than first been its who now people my made over did down only way find use may water long little very after words called
+just where most know get through back much before go good new write our used me man too any day same right look think also around another
+came come work three word must because does part even place well such here take why things help put years different away again off went
+old number great tell men say small every found still between name should home big give air line set own under read last never us left
+end along while might next sound below saw something thought both few those always looked show large often together asked house world
+"""
+WORDS_MAX, WORDS_MIN = 512, 16
 BIG_BODY = 1 << 20  # bytes from which a body is sent in slices and hashed in a thread
 
 
@@ -412,11 +425,16 @@ class ReplaySession:
 
 
 class Replay:
-    """Matches calls to a recording, rewrites what is forwarded and what is answered. `adapter` is of servers/adapter.py."""
+    """Matches calls to a recording, rewrites what is forwarded and what is answered. `adapter` is of servers/adapter.py.
 
-    def __init__(self, recording, adapter, mode):
-        self.mode = mode
+    `words`: the server may write only whole words that survive decoding and encoding.
+    """
+
+    def __init__(self, recording, adapter, mode, words=False):
+        self.mode, self.words = mode, words
         self.adapter = adapter
+        self.asking = threading.Lock()
+        self.word_ids = None
         self.entries = {}
         for i, c in enumerate(recording["calls"]):
             self.entries.setdefault(c["kind"], []).append({"index": i, **c})
@@ -454,6 +472,30 @@ class Replay:
         for entries in self.entries.values():
             for e in entries:
                 self.length(e)
+        if self.words:
+            self.allowed()
+
+    def allowed(self):
+        """Token ids of whole words, each with the space before it, that stay what they are side by side in a reply (blocking; asked once).
+
+        Raises ReplayError when this server's tokenizer or chat template leaves no such words.
+        """
+        with self.asking:
+            if self.word_ids is None:
+                recorded = re.findall(r"[A-Za-z]{2,}", " ".join(e["content"] for entries in self.entries.values() for e in entries))
+                candidates = list(dict.fromkeys([*recorded, *COMMON_WORDS.split()]))[:WORDS_MAX]
+                single = {w: ids for w in candidates if len(ids := self.adapter.tokenize(f" {w}")) == 1}
+                order = [*single, *reversed(single)]
+                text, expected = "".join(f" {w}" for w in order), [single[w][0] for w in order]
+                chat = self.adapter.chat_ids([{"role": r, "content": c} for r, c in (("user", "x"), ("assistant", text), ("user", "x"))])
+                whole = any(chat[i:i + len(expected)] == expected for i in range(len(chat) - len(expected) + 1))
+                if len(single) < WORDS_MIN or self.adapter.tokenize(text) != expected or not whole:
+                    raise ReplayError(
+                        f"words do not survive this server's tokenizer and chat template ({len(single)} of {len(candidates)} are one token): "
+                        "leave out --replay-words, or use --replay-mode force"
+                    )
+                self.word_ids = sorted({ids[0] for ids in single.values()})
+            return self.word_ids
 
     def length(self, entry):
         """Tokens that the server decodes for an entry: its text and, unless it was cut off, the token that ends it (blocking)."""
@@ -471,7 +513,7 @@ class Replay:
         """(body for the server, what the record says about it). Blocking: it may ask the server for tokens."""
         n = self.length(entry)
         body = {k: v for k, v in body.items() if k not in ENDS_EARLY}
-        note = {"mode": self.mode, "entry": entry["index"], "asked_tokens": n, "own_text_restored": 0, "recorded_text_left": 0,
+        note = {"mode": self.mode, "words": None, "entry": entry["index"], "asked_tokens": n, "own_text_restored": 0, "recorded_text_left": 0,
                 "expected_cached_tokens": None, "recomputed_tokens": None}
         messages = body["messages"] = list(body["messages"])
         before = None
@@ -496,6 +538,10 @@ class Replay:
             body["max_tokens"] = n
         else:
             body.update(self.adapter.exact_output(n))
+        if self.words:
+            ids = self.allowed()
+            body.update(self.adapter.only_tokens(ids))
+            note["words"] = len(ids)
         return body, note
 
     def finish(self, session, entry, kind, fingerprint, n_messages, own_text, usage):
@@ -1144,21 +1190,30 @@ class Proxy:
         if a.t_first:
             self.seconds["first_byte"][0] += a.t_first - a.t_start
             self.seconds["first_byte"][1] += 1
-        try:
-            self.log.write(a.record(self.trial), a.secrets)
-            if self.bodies:
-                request = a.body if a.body is not None else a.raw.decode("utf-8", "replace")
-                self.bodies.write({"id": a.id, "call_key": a.call and a.call["key"], "t_start": a.t_start, "request": request,
-                                   "reply": "".join(a.reply.text or []), "status": a.status}, a.secrets)
-            if self.recorder and success and a.messages is not None:
-                call = {"kind": a.kind, "content": "".join(a.reply.text), "messages": len(a.messages),
-                        "completion_tokens": a.reply.usage["completion_tokens"], "finish_reason": a.reply.finish_reason}
-                self.recorder.add(a.session, a.fingerprint, call, a.body.get("model"), a.secrets)
-        except (OSError, ValueError) as e:
-            # The agent's call must not fail because a disk is full; health and metrics show it, and so does standard error, once.
-            if not self.counts["log_errors"]:
-                print(f"llm_proxy: a record could not be written: {e}; calls go on, see /trajoule/health", file=sys.stderr, flush=True)
-            self.counts["log_errors"] += 1
+        # The record comes last: whoever has seen a call's line may count on its text and the recording being there.
+        for write_part in (self.write_bodies, self.write_recording, self.write_record):
+            try:
+                write_part(a, success)
+            except Exception as e:
+                # The agent's call must not fail because a disk is full; health and metrics show it, and so does standard error, once.
+                if not self.counts["log_errors"]:
+                    print(f"llm_proxy: a record could not be written: {e}; calls go on, see /trajoule/health", file=sys.stderr, flush=True)
+                self.counts["log_errors"] += 1
+
+    def write_bodies(self, a, _):
+        if self.bodies:
+            request = a.body if a.body is not None else a.raw.decode("utf-8", "replace")
+            self.bodies.write({"id": a.id, "call_key": a.call and a.call["key"], "t_start": a.t_start, "request": request,
+                               "reply": "".join(a.reply.text or []), "status": a.status}, a.secrets)
+
+    def write_recording(self, a, success):
+        if self.recorder and success and a.messages is not None:
+            call = {"kind": a.kind, "content": "".join(a.reply.text), "messages": len(a.messages),
+                    "completion_tokens": a.reply.usage["completion_tokens"], "finish_reason": a.reply.finish_reason}
+            self.recorder.add(a.session, a.fingerprint, call, a.body.get("model"), a.secrets)
+
+    def write_record(self, a, _):
+        self.log.write(a.record(self.trial), a.secrets)
 
 
 def is_events(response):
@@ -1248,6 +1303,8 @@ def main(argv=None):
     p.add_argument("--replay", help="recording whose replies the agent gets")
     p.add_argument("--replay-mode", choices=["putback", "force"], default="putback",
                    help="force needs vLLM with servers.force_reply and slows its decode down (bench/gpu_pairs.py measures by how much)")
+    p.add_argument("--replay-words", action="store_true",
+                   help="with putback: let the server write only whole words, which survive being put back (vLLM; for random weights)")
     p.add_argument("--record", help="write a recording of the run to this file")
     p.add_argument("--read-timeout", type=float, default=0,
                    help="seconds without a byte from the server after which a call is given up; 0: never")
@@ -1258,6 +1315,8 @@ def main(argv=None):
         die("--record writes what a live run answered, --replay answers from a recording: give one of them")
     if a.replay_mode == "force" and a.server_kind != "vllm":
         die(f"--replay-mode force needs --server-kind vllm, found '{a.server_kind}'; use putback")
+    if a.replay_words and (a.replay_mode != "putback" or a.server_kind != "vllm"):
+        die(f"--replay-words needs --replay-mode putback and --server-kind vllm, found {a.replay_mode} and {a.server_kind}")
     for flag, path in (("--log", a.log), ("--bodies", a.bodies), ("--record", a.record)):
         if path and not Path(path).parent.is_dir():
             die(f"{flag} {path}: the folder {Path(path).parent} does not exist; create it first")
@@ -1267,7 +1326,7 @@ def main(argv=None):
 
         mode = a.replay_mode
         try:
-            replay = Replay(load_recording(a.replay), adapter.get(a.server_kind, a.upstream), mode)
+            replay = Replay(load_recording(a.replay), adapter.get(a.server_kind, a.upstream), mode, a.replay_words)
         except ReplayError as e:
             die(str(e))
     try:

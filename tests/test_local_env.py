@@ -327,7 +327,7 @@ def test_exec_semantics(inside):
 def test_background_children_do_not_block_and_survive(inside):
     t = time.monotonic()
     assert inside("sleep 30 & echo started")[1] == "started\n"
-    assert time.monotonic() - t < 5
+    assert time.monotonic() - t < 29
     assert inside("pgrep -x sleep -f 'sleep 30' >/dev/null || ps ax | grep -q '[s]leep 30'")[0] == 0
     with pytest.raises(TimeoutError, match="timed out after 1 seconds"):
         inside("echo x; sleep 60", timeout_s=1)
@@ -348,12 +348,25 @@ def test_users(inside):
 def test_tmux_and_asciinema_record_with_prompt_marks(inside):
     if inside("command -v tmux asciinema")[0]:
         pytest.skip("tmux or asciinema is not installed")
-    inside("tmux new -d -s x -x 160 -y 40 'bash --login'; tmux send-keys -t x 'asciinema rec --stdin /tmp/r.cast' Enter; sleep 1.5")
-    inside("tmux send-keys -t x -- $'sleep 0.2; echo hi\\n'; sleep 1")
-    events = [json.loads(line) for line in inside("cat /tmp/r.cast")[1].splitlines()[1:]]
-    keys = next(t for t, kind, _ in events if kind == "i")
-    marks = [t for t, kind, data in events if kind == "o" and "\x1b[?2004h" in data and t > keys]
-    assert 0.2 <= marks[0] - keys < 2
+
+    def recorded(after=None):
+        """Times of the keys and, behind them, of the prompt's return; waits for the prompt."""
+        end = time.monotonic() + 60
+        while True:
+            lines = inside("cat /tmp/r.cast 2>/dev/null")[1].split("\n")[1:-1]
+            events = [json.loads(line) for line in lines]
+            keys = [t for t, kind, data in events if kind == "i" and (after is None or after in data)]
+            marks = [t for t, kind, data in events if kind == "o" and "\x1b[?2004h" in data and (after is None or keys and t > keys[0])]
+            if marks:
+                return keys, marks
+            assert time.monotonic() < end, lines
+            time.sleep(0.1)
+
+    inside("tmux new -d -s x -x 160 -y 40 'bash --login'; tmux send-keys -t x 'asciinema rec --stdin /tmp/r.cast' Enter")
+    recorded()
+    inside("tmux send-keys -t x -- $'sleep 0.2; echo hi\\n'")
+    keys, marks = recorded("s")
+    assert 0.2 <= marks[0] - keys[0] < 30
 
 
 @needs_namespaces
@@ -431,7 +444,7 @@ def test_kill_9_of_the_owner_leaves_nothing(tmp_path, delay_s):
     time.sleep(delay_s)
     owner.send_signal(signal.SIGKILL)
     owner.wait()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while (descendants(mark) or list(tmp_path.iterdir())) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert descendants(mark) == [] and list(tmp_path.iterdir()) == []
@@ -450,7 +463,7 @@ def test_a_killed_supervisor_takes_the_namespace_along():
     ns = L.Namespace(size_mb=64).start()
     ns._supervisor.kill()
     ns._supervisor.wait()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while running(ns.pid) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not running(ns.pid)
@@ -561,12 +574,13 @@ def test_kill_9_of_harbor_leaves_nothing(tmp_path):
     while not list(tmp_path.glob("jobs/*/*__*/agent/started")):
         assert p.poll() is None and time.monotonic() < deadline
         time.sleep(0.1)
-    time.sleep(0.3)
-    assert len(descendants(mark)) >= 2
+    while len(descendants(mark)) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
     p.kill()
     p.wait()
-    deadline = time.monotonic() + 10
-    while descendants(mark) and time.monotonic() < deadline:
+    deadline = time.monotonic() + 30
+    while (descendants(mark) or len(set(tmp_path.iterdir()) - before) > 1) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert descendants(mark) == []
     assert {q.name for q in set(tmp_path.iterdir()) - before} == {"jobs"}

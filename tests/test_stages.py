@@ -29,7 +29,7 @@ def alive(pid):
         return False
 
 
-def wait_for(condition, seconds=10):
+def wait_for(condition, seconds=30):
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if condition():
@@ -295,7 +295,7 @@ def test_exit_codes_pass_through():
 def test_nothing_is_left_of_a_command_not_even_a_session_of_its_own(tmp_path):
     note = tmp_path / "pid"
     assert supervise("--", "bash", "-c", f"setsid sleep 300 & echo $! > {note}; sleep 0.2").wait(20) == 0
-    assert not alive(int(note.read_text()))
+    assert wait_for(lambda: not alive(int(note.read_text())))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="parent-death signals are Linux's")
@@ -335,11 +335,13 @@ def test_a_leftover_of_a_killed_supervisor_is_ended_by_the_next_start(tmp_path, 
 def test_a_server_started_with_nohup_outlives_its_shell_but_not_its_stage(tmp_path, run_dir):
     note = tmp_path / "pid"
     command = f"{sys.executable} stages/supervise.py --name z --detachable -- bash -c 'echo $$ > {note}; sleep 300 & wait'"
-    shell = subprocess.Popen(["bash", "-c", f"nohup {command} & sleep 1.5"], cwd=Path(__file__).parent.parent, stderr=subprocess.DEVNULL)
-    assert shell.wait(20) == 0
-    time.sleep(0.5)
+    shell_command = f"nohup {command} & until [[ -s {note} ]]; do sleep 0.1; done"
+    shell = subprocess.Popen(["bash", "-c", shell_command], cwd=Path(__file__).parent.parent, stderr=subprocess.DEVNULL)
+    assert shell.wait(30) == 0
+    time.sleep(0.5)  # to die it would need a moment
     pid = int(note.read_text())
     assert alive(pid)
+    assert wait_for((run_dir / "z.json").exists)
     os.kill(json.loads((run_dir / "z.json").read_text())["supervisor"], signal.SIGHUP)
     time.sleep(0.5)
     assert alive(pid)
