@@ -55,6 +55,7 @@ verify_config() {
 	setting SERVER_KIND 'vllm|llamacpp|openai' 'vllm, llamacpp or openai'
 	setting MODE 'live|replay' 'live or replay'
 	setting REPLAY_MODE 'putback|force' 'putback or force'
+	setting REPLAY_WORDS '[01]' '0 or 1'
 	setting ENVIRONMENT 'auto|docker|local_env' 'auto, docker or local_env'
 	setting CALIB_TRANSPORT 'chat|completions' 'chat or completions'
 	for name in PORT PROXY_PORT MAX_MODEL_LEN TENSOR_PARALLEL SERVER_SLOTS CALIB_REPS BATCH_SEED MAX_INFRA_FAILURES MIN_FREE_MB MAX_OUTPUT_TOKENS; do

@@ -1,12 +1,14 @@
-"""Does the sampler slow the server down? Does forcing a recorded reply? Interleaved pairs of one request, with and without, on a real GPU server.
+"""Does the sampler slow the server down? Does forcing a recorded reply, or a mask of allowed tokens? Interleaved pairs of one request.
 
     python bench/gpu_pairs.py --url http://127.0.0.1:8000 --what sampler --pairs 60 --out bench/h200_pairs_sampler.csv
     python bench/gpu_pairs.py --url http://127.0.0.1:8000 --what force   --pairs 30 --out bench/h200_pairs_force.csv   # vLLM with servers.force_reply
+    python bench/gpu_pairs.py --url http://127.0.0.1:8000 --what words   --pairs 30 --out pairs_words.csv              # vLLM
 
 One streamed request of exactly --tokens output tokens on a prompt that is cached; time per token = (last token - first token) / (tokens - 1).
 `sampler`: the sampler process runs all the while and is stopped (SIGSTOP) for the requests without it. `force`: the reply's token ids are given
-(those that the first request returned). Order within a pair is random. Prints the mean of the paired differences in percent of the time per
-token, with its 95 % interval (t), and writes every pair. A benchmark: it reports, it passes no judgement.
+(those that the first request returned). `words`: 400 token ids are allowed, as in a replay whose server is held to words. Order within a pair
+is random. Prints the mean of the paired differences in percent of the time per token, with its 95 % interval (t), and writes every pair. A
+benchmark, run by hand on a GPU server: it reports, it passes no judgement.
 """
 
 import argparse
@@ -59,7 +61,7 @@ def request(url, body):
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--url", required=True)
-    p.add_argument("--what", choices=["sampler", "force"], required=True)
+    p.add_argument("--what", choices=["sampler", "force", "words"], required=True)
     p.add_argument("--pairs", type=int, default=60)
     p.add_argument("--tokens", type=int, default=256)
     p.add_argument("--context", type=int, default=1024, help="prompt tokens")
@@ -79,7 +81,7 @@ def main():
         folder = tempfile.mkdtemp()
         sampler = subprocess.Popen([sys.executable, str(ROOT / "sampler.py"), "-o", f"{folder}/samples.csv"])
         time.sleep(5)  # it has learned the counters' phases
-    elif len(ids) < a.tokens:
+    elif a.what == "force" and len(ids) < a.tokens:
         raise SystemExit("gpu_pairs: the server returned no token ids; --what force needs them (vLLM: return_token_ids)")
     rows = []
     try:
@@ -93,6 +95,8 @@ def main():
                 if a.what == "force" and on:
                     # the last token is the processor's own: it lets only an end of reply through, which ignore_eos keeps out of the way
                     extra = {"vllm_xargs": {"forced_reply": ",".join(map(str, ids[: a.tokens]))}}
+                if a.what == "words" and on:
+                    extra = {"allowed_token_ids": random.sample(range(1000, 40000), 400)}
                 decode_s, first_s, _ = request(a.url, {**body, **extra})
                 took[on] = decode_s / (a.tokens - 1)
                 rows.append({"pair": pair, "on": int(on), "time_per_token_ms": decode_s / (a.tokens - 1) * 1e3, "time_to_first_token_ms": first_s * 1e3})

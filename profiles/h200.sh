@@ -7,7 +7,7 @@
 : "${MODEL=Qwen/Qwen3-Coder-30B-A3B-Instruct-FP8}"
 : "${TENSOR_PARALLEL=1}"
 : "${MAX_MODEL_LEN=32768}"
-: "${VLLM_ARGS=--max-num-seqs 4 --cuda-graph-sizes 1 2 4}"
+: "${VLLM_ARGS=--max-num-seqs 4 --cudagraph-capture-sizes 1 2 4}"
 
 export VLLM_DEEP_GEMM_WARMUP=${VLLM_DEEP_GEMM_WARMUP:-skip}
 export VLLM_USE_FLASHINFER_SAMPLER=${VLLM_USE_FLASHINFER_SAMPLER:-0} # PyTorch's sampler: FlashInfer compiles kernels at run time

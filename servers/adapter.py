@@ -106,13 +106,21 @@ class Adapter:
         """Token ids of a text, special tokens recognised, none added."""
         raise ServerError(f"a server of kind '{self.kind}' has no tokenizer endpoint")
 
+    def chat_ids(self, messages):
+        """Token ids of a chat's prompt, template included."""
+        raise ServerError(f"a server of kind '{self.kind}' has no tokenizer endpoint")
+
     def chat_tokens(self, messages):
         """Number of prompt tokens of a chat, template included."""
-        raise ServerError(f"a server of kind '{self.kind}' has no tokenizer endpoint")
+        return len(self.chat_ids(messages))
 
     def exact_output(self, n):
         """Body fields that make the server generate exactly n tokens (here: at most; check usage.completion_tokens)."""
         return {"max_tokens": n}
+
+    def only_tokens(self, ids):
+        """Body fields that let the server sample from these token ids only."""
+        raise ServerError(f"a server of kind '{self.kind}' cannot be held to some tokens")
 
     def idle(self):
         """True when no request runs, False when one does, None when the server does not tell."""
@@ -148,9 +156,9 @@ class LlamaCpp(Adapter):
     def tokenize(self, text):
         return self.json("/tokenize", {"content": text, "add_special": False, "parse_special": True})["tokens"]
 
-    def chat_tokens(self, messages):
+    def chat_ids(self, messages):
         prompt = self.json("/apply-template", {"messages": messages})["prompt"]
-        return len(self.json("/tokenize", {"content": prompt, "add_special": True, "parse_special": True})["tokens"])
+        return self.json("/tokenize", {"content": prompt, "add_special": True, "parse_special": True})["tokens"]
 
     def exact_output(self, n):
         return {"max_tokens": n, "ignore_eos": True}
@@ -191,11 +199,15 @@ class Vllm(Adapter):
     def tokenize(self, text):
         return self.json("/tokenize", {"model": self.served(), "prompt": text, "add_special_tokens": False})["tokens"]
 
-    def chat_tokens(self, messages):
-        return self.json("/tokenize", {"model": self.served(), "messages": messages, "add_generation_prompt": True})["count"]
+    def chat_ids(self, messages):
+        return self.json("/tokenize", {"model": self.served(), "messages": messages, "add_generation_prompt": True})["tokens"]
 
     def exact_output(self, n):
         return {"max_tokens": n, "min_tokens": n, "ignore_eos": True}
+
+    def only_tokens(self, ids):
+        # A mask that is made once a request, at most 1024 ids: nothing of it depends on what was sampled, so decoding waits for nothing.
+        return {"allowed_token_ids": ids}
 
     def idle(self):
         running = [
