@@ -49,6 +49,7 @@ if ! adapter reset; then
 fi
 proxy_args=(--trial "$NAME")
 [[ -z $RECORDING ]] || proxy_args+=(--replay "$RECORDING" --replay-mode "$REPLAY_MODE")
+[[ -z $RECORDING || $REPLAY_MODE$REPLAY_WORDS != putback1 ]] || proxy_args+=(--replay-words)
 start_proxy "$DIR/calls.jsonl" "$DIR/logs/proxy.log" "${proxy_args[@]}"
 start_sampler "$DIR/samples.csv" "$DIR/logs/sampler.log"
 
