@@ -223,14 +223,15 @@ def live(vllm, repo, tmp_path_factory):
     return records, folder / "recording.json"
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
-@pytest.mark.parametrize("mode", ["force", "putback"])
+@pytest.mark.parametrize(("mode", "stream"), [("force", False), ("force", True), ("putback", False), ("words", True)])
 def test_replay_has_the_cache_of_the_live_run_turn_by_turn(vllm, proxied, live, mode, stream):
     records, recording = live
     entries = json.loads(recording.read_text())["calls"]
     vllm.reset_cache()
-    url, end = proxied("replay", "--replay", recording, "--replay-mode", mode)
-    replies = conversation(url, {"temperature": 0}, stream)
+    more = ["--replay-words"] if mode == "words" else []
+    mode = "force" if mode == "force" else "putback"
+    url, end = proxied("replay", "--replay", recording, "--replay-mode", mode, *more)
+    replies = conversation(url, {"temperature": 0.9 if more else 0}, stream)
     assert replies == [c["content"] for c in entries], "the agent gets the recorded replies"
     replayed = end()
     counts = ("prompt_tokens", "cached_tokens", "completion_tokens", "finish_reason")
@@ -242,7 +243,8 @@ def test_replay_has_the_cache_of_the_live_run_turn_by_turn(vllm, proxied, live, 
         assert abs(a["prompt_tokens"] - b["prompt_tokens"]) <= 4
         assert abs(a["completion_tokens"] - b["completion_tokens"]) <= (1 if mode == "force" else 0)
         assert abs(a["cached_tokens"] - b["cached_tokens"]) <= BLOCK, table
-        assert (b["replay"]["recomputed_tokens"] or 0) <= BLOCK, table
+        assert (b["replay"]["recomputed_tokens"] or 0) <= (0 if more else BLOCK), table
+        assert (b["replay"]["words"] or 0) > 100 if more else b["replay"]["words"] is None
     last = replayed[-1]["replay"]
     assert last["own_text_restored"] == (4 if mode == "putback" else 0) and last["recorded_text_left"] == 0
 
