@@ -56,7 +56,7 @@ start_sampler "$DIR/samples.csv" "$DIR/logs/sampler.log"
 # The agent's key: local servers take any, but litellm wants one.
 export OPENAI_API_KEY=${OPENAI_API_KEY:-unused}
 T_BEGIN=$(date +%s.%6N) code=0
-supervise --log "$DIR/logs/harbor.log" --deadline "$TRIAL_DEADLINE_S" -- "$ROOT/.venv/bin/harbor" run -c "$DIR/job.json" -y || code=$?
+supervise --log "$DIR/logs/harbor.log" --deadline "$TRIAL_DEADLINE_S" -- "$PY" stages/warm_harbor.py run -c "$DIR/job.json" -y || code=$?
 T_END=$(date +%s.%6N)
 sleep 0.3 # the counters' last step is then in the file
 stop "$SAMPLER_PID" || warn "the sampler ended badly (exit $?): see $DIR/logs/sampler.log"

@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
 # Loaded-idle baseline, then every task x policy x repetition through 04_run_trial.sh. Needs a running server (02_serve_vllm.sh).
 # The plan is written first (DATA_DIR/traj/plan.csv) and the order interleaves repetitions. Resumable: what is finished is kept, so after any
-# interruption the same command goes on. Infrastructure failures are not the agent's: they are run once more at the end, and the batch stops
-# after MAX_INFRA_FAILURES in a row.
+# interruption the same command goes on. Infrastructure failures are not the agent's: they are run once more at the end (their first attempt's
+# energy is waste: DATA_DIR/waste.csv), and the batch stops after MAX_INFRA_FAILURES in a row.
+# Before each trial: disk, port, processes on the GPUs that are not the server's, idle power against the calibration (CHECK_IDLE_S of quiet).
+# Every DRIFT_EVERY trials the calibration's reference cell runs again (DATA_DIR/batch/drift.csv). RESULTS_DIR/status.html shows how it stands.
 #
 #   bash 06_run_batch.sh tasks/final.txt "summarize-off summarize-8k" 3
 #   bash 06_run_batch.sh tasks/final.txt summarize-off 1 --dry-run      # the plan, nothing runs
@@ -39,7 +41,7 @@ if [[ -n $DRY ]]; then
 	rm -rf "$scratch"
 	exit 0
 fi
-read_rows() { # the plan's rows of this shard, each with `measured` or `open`
+read_rows() { # the plan's rows of this shard, each with `open`, `measured` or `failed` (for infrastructure reasons)
 	local rows
 	rows=$("$PY" stages/plan.py --plan "$PLAN" "${plan_args[@]}") || exit 2
 	mapfile -t ROWS <<<"$rows"
@@ -57,31 +59,94 @@ if ((MEASURED == ${#ROWS[@]})); then
 fi
 
 adapter wait --timeout 10 || die "no model server at $SERVER_URL: start it with \`bash 02_serve_vllm.sh\`"
-# One baseline a start, so that a shift of the idle power since the calibration shows.
 mkdir -p "$DATA_DIR/batch" logs
-baseline=$DATA_DIR/batch/idle_loaded.$(date -u +%Y%m%dT%H%M%S).csv
-measuring_lock
-log "loaded-idle power: ${BATCH_IDLE_S} s of quiet"
-sampler_args
-supervise --log logs/sampler-batch.log -- "${SAMPLER[@]}" -o "$baseline" --duration "$BATCH_IDLE_S" || die "the sampler failed: $(tail -n 1 logs/sampler-batch.log)"
-"$PY" stages/idle_check.py --idle "$baseline" --calib "$CALIB_RESULTS" >&2
-measuring_unlock
+export ERROR_FILE=$DATA_DIR/batch/last_error
 
-begin=$SECONDS ran=0 in_a_row=0
+idle_power() { # CSV SECONDS [ARGS of idle_check]: the idle power now against the calibration; 4 when it is another
+	local csv=$1 code=0
+	sampler_args
+	measuring_lock
+	supervise --log logs/sampler-batch.log -- "${SAMPLER[@]}" -o "$csv" --duration "$2" || die "the sampler failed: $(tail -n 1 logs/sampler-batch.log)"
+	measuring_unlock
+	"$PY" stages/idle_check.py --idle "$csv" --calib "$CALIB_RESULTS" "${@:3}" >&2 || code=$?
+	return "$code"
+}
+# One baseline a start, so that a shift of the idle power since the calibration shows.
+log "loaded-idle power: ${BATCH_IDLE_S} s of quiet"
+idle_power "$DATA_DIR/batch/idle_loaded.$(date -u +%Y%m%dT%H%M%S).csv" "$BATCH_IDLE_S" || true
+
+unready() { # why no trial can start now, nothing when one can
+	(($(free_mb "$DATA_DIR") >= MIN_FREE_MB)) || echo "$(free_mb "$DATA_DIR") MB of disk are free, a trial needs MIN_FREE_MB=$MIN_FREE_MB"
+	port_free "$PROXY_PORT" || echo "port $PROXY_PORT is taken, the logging proxy needs it: stop what listens there, or set PROXY_PORT"
+	[[ $GPUS == none ]] || ! command -v nvidia-smi >/dev/null ||
+		"$PY" stages/idle_check.py --processes --gpus "$GPUS" --server "$RUN_DIR/server-$PORT.json" || true
+}
+check_machine() { # NAME of the trial that comes next
+	local end=$((SECONDS + ${CHECK_WAIT_S%.*})) why said=
+	while why=$(unready) && [[ -n $why ]]; do
+		((SECONDS < end)) || die "$1 was not started: $why"
+		[[ $why == "$said" ]] || log "waiting, for at most $CHECK_WAIT_S s: $why"
+		said=$why
+		sleep 1
+	done
+	[[ $CHECK_IDLE_S != 0 ]] || return 0
+	until idle_power "$DATA_DIR/batch/check.csv" "$CHECK_IDLE_S" --log "$DATA_DIR/batch/checks.csv" --before "$1"; do
+		((SECONDS < end)) || break # warned of and recorded; the trajectory's own quiet power will be flagged too
+	done
+}
+
+drift_check() { # the calibration's reference cell again
+	local cell folder rc=0
+	folder=$DATA_DIR/batch/drift.$(date -u +%Y%m%dT%H%M%S)
+	if ! cell=$("$PY" stages/drift.py cell --calib "$CALIB_RESULTS"); then
+		warn "no drift check (see above)"
+		return
+	fi
+	log "drift check: reference cell ${cell/ //}"
+	measuring_lock
+	mkdir -p "$folder"
+	start_proxy "$folder/proxy.jsonl" logs/proxy-drift.log
+	start_sampler "$folder/samples.csv" logs/sampler-drift.log
+	supervise --log logs/drift.log -- "$PY" microbench.py --base-url "$SERVER_URL" --proxy-url "$PROXY_URL" --server-kind "$SERVER_KIND" --out "$folder/calls.jsonl" \
+		--transport "$CALIB_TRANSPORT" --quiet-s "$CALIB_QUIET_S" --contexts "${cell% *}" --outputs "${cell#* }" --reps 1 --reference none || rc=$?
+	sleep 0.3
+	stop "$SAMPLER_PID" || true
+	stop "$PROXY_PID" || true
+	measuring_unlock
+	if ((rc != 0)); then
+		warn "the drift check failed (exit $rc): $(tail -n 1 logs/drift.log)"
+	else
+		"$PY" stages/drift.py check --calib "$CALIB_RESULTS" --calls "$folder/calls.jsonl" --samples "$folder/samples.csv" --tolerance "$DRIFT_TOLERANCE" \
+			--log "$DATA_DIR/batch/drift.csv" >&2 || true
+	fi
+}
+
+status() { "$PY" stages/status.py --traj "$TRAJ_DIR" --waste "$DATA_DIR/waste.csv" --out "$RESULTS_DIR/status.html" --title "$PROFILE: $LIST" || true; }
+reason_of() { # NAME: why its trial failed
+	"$PY" -c 'import json, sys; from stages.plan import infra_failure; print(infra_failure(json.load(open(sys.argv[1]))))' "$TRAJ_DIR/$1/trial.json" 2>/dev/null ||
+		cat "$ERROR_FILE" 2>/dev/null || echo "unknown"
+}
+
+# One Harbor for all trials: its imports take longer than a short trial.
+export HARBOR_SOCKET=.cache/run/harbor-$$.sock
+spawn HARBOR_PID --log logs/harbor-batch.log -- "$PY" stages/warm_harbor.py serve "$HARBOR_SOCKET"
+until [[ -S $HARBOR_SOCKET ]]; do
+	kill -0 "$HARBOR_PID" 2>/dev/null || die "Harbor cannot be loaded: $(tail -n 1 logs/harbor-batch.log) (log: logs/harbor-batch.log)"
+	sleep 0.1
+done
+
+ran=0 in_a_row=0
 failed=()
 run_rows() { # rows of the plan, one by one; what failed for infrastructure reasons goes to `failed`
 	local i task policy rep mode _ recording name rc
 	for ((i = 1; i <= $#; i++)); do
 		IFS=$'\t' read -r task policy rep mode _ recording <<<"${!i}"
 		name=$(name_of "${!i}")
-		if [[ -e $TRAJ_DIR/$name/trial.json ]]; then
-			log "$i/$# $name: finished already"
-			continue
-		fi
-		local eta=
-		((ran == 0)) || eta=", about $(((SECONDS - begin) * ($# - i + 1) / ran / 60 + 1)) min left"
-		log "$i/$# $name ($mode$eta)"
+		((DRIFT_EVERY == 0 || ran == 0 || ran % DRIFT_EVERY != 0)) || drift_check
+		check_machine "$name"
+		log "$i/$# $name ($mode)"
 		rc=0
+		rm -f "$ERROR_FILE"
 		MODE=$mode stage 04_run_trial.sh "$task" "$policy" "$rep" ${recording:+"$recording"} || rc=$?
 		ran=$((ran + 1))
 		case $rc in
@@ -91,20 +156,31 @@ run_rows() { # rows of the plan, one by one; what failed for infrastructure reas
 		*)
 			failed+=("${!i}")
 			in_a_row=$((in_a_row + 1))
-			((in_a_row < MAX_INFRA_FAILURES)) || die "$in_a_row trials in a row failed for infrastructure reasons (MAX_INFRA_FAILURES), the last: $name; see $TRAJ_DIR/$name/logs"
+			log "$name failed for infrastructure reasons: $(reason_of "$name")"
+			((in_a_row < MAX_INFRA_FAILURES)) ||
+				die "$in_a_row trials in a row failed for infrastructure reasons (MAX_INFRA_FAILURES), the last, $name: $(reason_of "$name"); logs: $TRAJ_DIR/$name/logs"
 			;;
 		esac
+		log "$(status)"
 	done
 }
-run_rows "${ROWS[@]}"
-if ((${#failed[@]})); then
-	log "${#failed[@]} trial(s) failed for infrastructure reasons: once more"
-	again=("${failed[@]}")
-	failed=() in_a_row=0 ran=0 begin=$SECONDS
+# What failed in an earlier batch comes last, as what fails in this one does.
+again=() open=()
+for row in "${ROWS[@]}"; do
+	case $row in
+	*$'\topen\t'*) open+=("$row") ;;
+	*$'\tfailed\t'*) again+=("$row") ;;
+	esac
+done
+run_rows "${open[@]}"
+again+=("${failed[@]}")
+if ((${#again[@]})); then
+	log "${#again[@]} trial(s) failed for infrastructure reasons: once more"
+	failed=() in_a_row=0
 	for row in "${again[@]}"; do set_aside "$(name_of "$row")"; done
 	run_rows "${again[@]}"
 fi
 read_rows
-log "$MEASURED of ${#ROWS[@]} trajectories are measured$([[ ${#failed[@]} -eq 0 ]] || echo ", ${#failed[@]} of them not scored (infrastructure)")"
+log "$(status)"
 log "next: $PY align_trial.py $TRAJ_DIR/*/ --calib $CALIB_RESULTS --out $RESULTS_DIR/trials.csv"
-((MEASURED == ${#ROWS[@]} && ${#failed[@]} == 0)) || exit 3
+((MEASURED == ${#ROWS[@]})) || exit 3

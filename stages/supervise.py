@@ -162,13 +162,21 @@ def main():
             signal_group(child.pid, signal.SIGKILL)
 
     # What the command left running: adopted by us as subreaper, whatever its group or session.
-    left = descendants(me) if sys.platform == "linux" else []
-    for pid in left:
-        with_signal(pid, signal.SIGTERM)
     if sys.platform != "linux":
         signal_group(child.pid, signal.SIGTERM)
-    stop = time.monotonic() + min(a.grace, 5.0)
-    while (left := descendants(me)) and time.monotonic() < stop:
+    end_descendants(min(a.grace, 5.0))
+    if a.name:
+        (RUN_DIR / f"{a.name}.json").unlink(missing_ok=True)
+    sys.exit(124 if late else code if code >= 0 else 128 - code)
+
+
+def end_descendants(grace_s):
+    """Terminate every process below this one, and kill what is left after `grace_s` seconds."""
+    me = os.getpid()
+    for pid in descendants(me):
+        with_signal(pid, signal.SIGTERM)
+    end = time.monotonic() + grace_s
+    while descendants(me) and time.monotonic() < end:
         reap()
         time.sleep(0.05)
     while left := descendants(me):
@@ -176,9 +184,6 @@ def main():
             with_signal(pid, signal.SIGKILL)
         reap()
         time.sleep(0.02)
-    if a.name:
-        (RUN_DIR / f"{a.name}.json").unlink(missing_ok=True)
-    sys.exit(124 if late else code if code >= 0 else 128 - code)
 
 
 def with_signal(pid, sig):
