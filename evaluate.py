@@ -216,11 +216,10 @@ def ratio_interval(num, den):
         half = t_quantile(0.5 + LEVEL / 2, m - 1) * se
         return Estimate(value, value - half, value + half, "t")
     w = resamples(m, RESAMPLES if m <= 200 else 499)  # with many tasks t* is all but normal, and fewer will do
-    d = w @ den
+    n, d, nn, nd, dd = (w @ np.column_stack([num, den, num**2, num * den, den**2])).T
     with np.errstate(divide="ignore", invalid="ignore"):
-        r = (w @ num) / d
-        squares = np.maximum(w @ num**2 - 2 * r * (w @ (num * den)) + r**2 * (w @ den**2), 0)
-        se_star = np.sqrt(m / (m - 1) * squares) / d
+        r = n / d
+        se_star = np.sqrt(m / (m - 1) * np.maximum(nn - 2 * r * nd + r**2 * dd, 0)) / d
     # A resample of almost equal tasks has next to no spread of its own and would make t* infinite; the floor keeps it an
     # outlier without letting it rule the interval (simulated: coverage 92 to 98 % for rates, shares, means, goals per joule).
     t = (r - value) / np.maximum(se_star, 0.25 * se)
@@ -269,12 +268,17 @@ def bca_interval(value, replicates, jackknife):
 
 
 def sign_flip_p(differences):
-    """Two-sided p of the sign-flip test on task differences: all 2^m signs up to 16 tasks, else 20,000 seeded ones."""
+    """Two-sided p of the sign-flip test on task differences: all 2^m signs up to 16 tasks, then 20,000 seeded ones.
+
+    Beyond 500 tasks the sum over random signs is as good as normal, with the squares' sum as its variance.
+    """
     d = np.asarray(differences, float)
     d = d[np.isfinite(d)]
     m = len(d)
     if m < MIN_TASKS_T:
         return None
+    if m > 500:
+        return 2 * NormalDist().cdf(-abs(d.sum()) / math.sqrt(float(d @ d))) if d.any() else 1.0
     if m <= 16:
         signs = 1.0 - 2.0 * ((np.arange(2**m)[:, None] >> np.arange(m)) & 1)
         extra = 0
@@ -493,17 +497,12 @@ class Group(NamedTuple):
     name: str
     key: dict
     rows: pd.DataFrame  # every planned run, in a fixed order
+    scored: pd.DataFrame  # successes and fails whose energy is known: what RQ1 and RQ2 look at
     domains: list  # gpu, cpu, dram as far as total_j has them
 
     @property
     def measured(self):
         return self.key["source"] == "measured"
-
-    @property
-    def scored(self):
-        """Successes and fails whose energy is known: what RQ1 and RQ2 look at."""
-        r = self.rows
-        return r[(r["outcome"] != "unscored") & r["total_j"].notna()]
 
     def head(self):
         return {"group": self.name, **{k: self.key[k] for k in TABLE_KEYS[1:]}}
@@ -544,7 +543,8 @@ def split_groups(trials):
     out = []
     for number, (key, rows) in enumerate(groups, 1):
         label = ", ".join(str(key[c]) or f"no {c.replace('_', ' ')}" for c in varying) or key["behaviour"]
-        out.append(Group(f"{number}: {label}", key, rows, domain_groups(key["total_domains"])))
+        scored = rows[(rows["outcome"] != "unscored") & rows["total_j"].notna()]
+        out.append(Group(f"{number}: {label}", key, rows, scored, domain_groups(key["total_domains"])))
     return out, notes
 
 
@@ -557,13 +557,13 @@ def fit_relative(x, y):
     One column: exact, the weighted median of y/x with weights x/y. Several: iteratively reweighted least squares, the
     non-negative solution found among all subsets of columns.
     """
-    z = x / y[:, None]
-    scale = np.abs(z).mean(axis=0)
+    z = np.ascontiguousarray((x / y[:, None]).T)  # a row per coefficient: sums run along memory
+    scale = np.abs(z).mean(axis=1)
     scale[scale == 0] = 1
-    z = z / scale
-    p = z.shape[1]
+    z /= scale[:, None]
+    p = len(z)
     if p == 1:
-        weight = z[:, 0]
+        weight = z[0]
         use = weight > 0
         if not use.any():
             return np.zeros(1)
@@ -571,11 +571,11 @@ def fit_relative(x, y):
         order = np.argsort(ratio, kind="stable")
         total = np.cumsum(weight[use][order])
         return np.array([ratio[order][np.searchsorted(total, total[-1] / 2)]]) / scale
-    weights, best, best_loss = np.ones(len(z)), np.zeros(p), math.inf
+    weights, best, best_loss = np.ones(len(y)), np.zeros(p), math.inf
     for step in range(20):
-        zw = z * weights[:, None]
-        found = non_negative(z.T @ zw, zw.sum(axis=0))
-        residual = np.abs(z @ found - 1)
+        zw = z * weights
+        found = non_negative(zw @ z.T, zw.sum(axis=1))
+        residual = np.abs(found @ z - 1)
         loss = residual.mean()
         stalled = loss > best_loss * (1 - 1e-4)
         if loss < best_loss:
@@ -671,7 +671,7 @@ def above_idle(group, rows):
 
 def predictions(group, rows, y, target):
     """Every predictor of one target, each scored on tasks that it has not seen."""
-    tasks, policies = rows["task"].to_numpy(str), rows["policy"].to_numpy(str)
+    tasks, policies = (pd.factorize(rows[c], sort=True)[0] for c in ("task", "policy"))
     n, ones = len(rows), np.ones(len(rows))
     usable = np.isfinite(y) & (y > 0)
     out = []
@@ -686,12 +686,11 @@ def predictions(group, rows, y, target):
 
     col = {c: rows[c].to_numpy(float) for c in NUMBERS + NUMBERS_OPTIONAL}
     fitted("constant", "ex-ante", [ones])
-    codes = pd.factorize(policies, sort=True)[0]
-    if len(np.unique(codes)) > 1:
+    if policies.max(initial=0) > 0:
         values = np.full(n, np.nan)
         if usable.any():
-            values[usable] = leave_one_task_out(np.ones((usable.sum(), 1)), y[usable], tasks[usable], cells=codes[usable])
-        out.append(Prediction("policy", "ex-ante", "ex-ante", f"{len(np.unique(codes))} coefficients", values))
+            values[usable] = leave_one_task_out(np.ones((usable.sum(), 1)), y[usable], tasks[usable], cells=policies[usable])
+        out.append(Prediction("policy", "ex-ante", "ex-ante", f"{policies.max() + 1} coefficients", values))
     values = np.full(n, np.nan)
     if usable.any():
         values[usable] = same_task(y[usable], tasks[usable], policies[usable])
@@ -783,7 +782,7 @@ def scores(y, predicted, tasks):
 def rq1(group):
     """rq1_predictors rows, rq1_paired rows, and the predictions for the figure."""
     rows = group.scored
-    tasks = rows["task"].to_numpy(str)
+    tasks = pd.factorize(rows["task"], sort=True)[0]
     table, paired, kept = [], [], {}
     for target, y in (("total_j", rows["total_j"].to_numpy(float)), ("above_idle_j", above_idle(group, rows))):
         found = predictions(group, rows, y, target)
@@ -841,43 +840,48 @@ def rq2(group):
         columns[p] = np.sum([columns[f"{d}_{p}"] for d in group.domains], axis=0)
     for d in group.domains:
         columns[f"{d}_total"] = rows[f"{d}_total_j"].to_numpy(float)
-    total, seconds, task_of = rows["total_j"].to_numpy(float), rows["total_s"].to_numpy(float), rows["task"].to_numpy(str)
     idle = [rows[f"{d}_idle_j"].to_numpy(float) for d in group.domains if d != "dram"]
     if idle:
         columns["idle"] = np.sum(idle, axis=0)
     columns["wasted"] = rows["wasted_j"].to_numpy(float)
+    total, seconds = rows["total_j"].to_numpy(float), rows["total_s"].to_numpy(float)
+    tasks, task_names = pd.factorize(rows["task"], sort=True)
 
-    def block(index, task, policy, with_intervals):
-        row = {**group.head(), "task": task, "policy": policy, "n": len(index), "tasks": len(np.unique(task_of[index]))}
-        row |= {"total_j": float(total[index].mean()), "total_s": mean_or_none(seconds[index])}
-        codes = np.unique(task_of[index], return_inverse=True)[1]
+    def blocks(codes, names):
+        """A row for each (task, policy) of `names`, over the trajectories with its code."""
+
+        def sums(values, use):
+            return np.bincount(codes[use], weights=values[use], minlength=len(names))
+
+        every, timed = np.ones(len(codes), bool), np.isfinite(seconds)
+        n, time_n = sums(every, every), sums(timed, timed)
+        total_j, total_s = sums(total, every) / n, sums(seconds, timed)
+        out = []
+        for i, (task, policy) in enumerate(names):
+            row = {**group.head(), "task": task, "policy": policy, "n": int(n[i])}
+            row |= {"tasks": len(np.unique(tasks[codes == i])) if task == ALL_TASKS else 1}
+            out.append(row | {"total_j": float(total_j[i]), "total_s": float(total_s[i] / time_n[i]) if time_n[i] else None})
         for name, values in columns.items():
-            v = values[index]
-            use = np.isfinite(v)
-            row[f"{name}_j"] = float(v[use].mean()) if use.any() else None
-            whole = float(total[index][use].sum())
-            row[f"{name}_share"] = float(v[use].sum()) / whole if use.any() and whole > 0 else None
-            if with_intervals and (name in PHASES or name.endswith("_total")) and row[f"{name}_share"] is not None:
-                e = ratio_interval(np.bincount(codes[use], weights=v[use]), np.bincount(codes[use], weights=total[index][use])).clip(0, 1)
-                row |= {f"{name}_share_lo": e.lo, f"{name}_share_hi": e.hi}
-        return row
+            use = np.isfinite(values)
+            for row, k, part, whole in zip(out, sums(use, use), sums(values, use), sums(total, use), strict=True):
+                row[f"{name}_j"] = float(part / k) if k else None
+                row[f"{name}_share"] = float(part / whole) if k and whole > 0 else None
+            for i, row in enumerate(out if name in PHASES or name.endswith("_total") else ()):
+                if row["task"] == ALL_TASKS and row[f"{name}_share"] is not None:
+                    mine = use & (codes == i)
+                    e = ratio_interval(*(np.bincount(tasks[mine], weights=v[mine]) for v in (values, total))).clip(0, 1)
+                    row |= {f"{name}_share_lo": e.lo, f"{name}_share_hi": e.hi}
+        return out
 
-    out = []
-    cells = rows.groupby(["task", "policy"], sort=True).indices
-    for (task, policy), index in sorted(cells.items()):
-        out.append(block(np.asarray(index), task, policy, False))
-    by_policy = rows.groupby("policy", sort=True).indices
-    for policy in policy_order(by_policy):
-        out.append(block(np.asarray(by_policy[policy]), ALL_TASKS, policy, True))
-    if rows["policy"].nunique() > 1:
-        out.append(block(np.arange(len(rows)), ALL_TASKS, ALL_POLICIES, True))
+    policy_names = policy_order(rows["policy"].unique())
+    policies = pd.Index(policy_names).get_indexer(rows["policy"])
+    by_name = np.argsort(np.argsort(policy_names))
+    cells, cell_of = np.unique(tasks * len(policy_names) + by_name[policies], return_inverse=True)
+    out = blocks(cell_of, [(task_names[c // len(policy_names)], sorted(policy_names)[c % len(policy_names)]) for c in cells])
+    out += blocks(policies, [(ALL_TASKS, p) for p in policy_names])
+    if len(policy_names) > 1:
+        out += blocks(np.zeros(len(rows), int), [(ALL_TASKS, ALL_POLICIES)])
     return out
-
-
-def mean_or_none(values):
-    values = np.asarray(values, float)
-    values = values[np.isfinite(values)]
-    return float(values.mean()) if len(values) else None
 
 
 # --------------------------------------------------------------------------------------------- energy per goal (configs)

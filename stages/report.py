@@ -146,6 +146,7 @@ POLICY_COLOURS = ["#0b5a94", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#7f600
 
 
 FORMATS = ("png", "pdf", "svg")
+MOST_POINTS = 2000  # of a policy in one panel: more are a blot and take seconds to draw
 FIGURE_WIDTH = 3.6  # inches; one column of a paper, and 8 point letters are still read on a phone
 
 
@@ -276,6 +277,8 @@ def draw_scatter(plt, group, kept, table):
     rows_n = (len(chosen) + 1) // 2
     figure, axes = plt.subplots(rows_n, 2, figsize=(FIGURE_WIDTH, 1.85 * rows_n + 0.3), squeeze=False)
     figure.stamp = stamp(group) + ("" if group.measured else " · circular")
+    if len(group.scored) > MOST_POINTS:
+        figure.stamp += " · a part of the points"
     policies = policy_order(group.scored["policy"].unique())
     of_row = group.scored["policy"].to_numpy(str)
     values = np.concatenate([y[y > 0], *[p.values[np.isfinite(p.values) & (p.values > 0)] for _, p in chosen]])
@@ -284,7 +287,8 @@ def draw_scatter(plt, group, kept, table):
         ax.fill_between([lo, hi], [lo * 0.8, hi * 0.8], [lo * 1.2, hi * 1.2], color="#eceff2", linewidth=0)
         ax.plot([lo, hi], [lo, hi], color="#5a6675", linewidth=0.8)
         for i, policy in enumerate(policies):
-            use = (of_row == policy) & np.isfinite(p.values)
+            use = np.flatnonzero((of_row == policy) & np.isfinite(p.values))
+            use = use[:: math.ceil(len(use) / MOST_POINTS)] if len(use) else use
             colour = POLICY_COLOURS[i % len(POLICY_COLOURS)]
             ax.scatter(
                 y[use],
