@@ -31,6 +31,6 @@ vllm)
 openai) die "SERVER_KIND=openai means a server that you start yourself: start it on port $PORT, then go on with 03_calibrate.sh" 2 ;;
 esac
 
-port_free "$PORT" || [[ -e .cache/run/server-$PORT.json ]] || die "port $PORT is taken: stop what listens there, or set PORT"
+port_free "$PORT" || [[ -e $RUN_DIR/server-$PORT.json ]] || die "port $PORT is taken: stop what listens there, or set PORT"
 log "starting: ${SERVER[*]}"
 exec "$PY" stages/supervise.py --name "server-$PORT" --grace 30 --detachable -- "${SERVER[@]}"

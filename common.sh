@@ -13,6 +13,7 @@ warn() { log "WARNING: $*"; }
 # die MESSAGE [EXIT CODE]: 2 is bad input, 1 everything that went wrong later
 die() {
 	log "ERROR: $1"
+	[[ -z ${ERROR_FILE:-} ]] || printf '%s\n' "$1" >"$ERROR_FILE" # for the batch, which says why a trial failed
 	exit "${2:-1}"
 }
 
@@ -28,6 +29,9 @@ PROXY_URL=http://127.0.0.1:$PROXY_PORT
 CALIB_DATA=$DATA_DIR/calib
 CALIB_RESULTS=$RESULTS_DIR/calib
 TRAJ_DIR=$DATA_DIR/traj
+# Locks and notes of what runs on this machine: where a checkout is shared by several, each needs a folder of its own.
+export TRAJOULE_RUN_DIR=${TRAJOULE_RUN_DIR:-$ROOT/.cache/run}
+RUN_DIR=$TRAJOULE_RUN_DIR
 
 # Harbor and litellm: no telemetry, no look-ups in the network; requests to our own ports never through a proxy of the environment.
 export HARBOR_TELEMETRY=0 LITELLM_OFFLINE_MODE=true HF_HUB_DISABLE_TELEMETRY=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 PYTHONUNBUFFERED=1
@@ -58,10 +62,10 @@ verify_config() {
 	setting REPLAY_WORDS '[01]' '0 or 1'
 	setting ENVIRONMENT 'auto|docker|local_env' 'auto, docker or local_env'
 	setting CALIB_TRANSPORT 'chat|completions' 'chat or completions'
-	for name in PORT PROXY_PORT MAX_MODEL_LEN TENSOR_PARALLEL SERVER_SLOTS CALIB_REPS BATCH_SEED MAX_INFRA_FAILURES MIN_FREE_MB MAX_OUTPUT_TOKENS; do
+	for name in PORT PROXY_PORT MAX_MODEL_LEN TENSOR_PARALLEL SERVER_SLOTS CALIB_REPS BATCH_SEED DRIFT_EVERY MAX_INFRA_FAILURES MIN_FREE_MB MAX_OUTPUT_TOKENS; do
 		setting "$name" '[0-9]+' 'a whole number'
 	done
-	for name in SAMPLER_HZ IDLE_S BATCH_IDLE_S CALIB_QUIET_S SERVER_READY_S LLM_TIMEOUT_S TRIAL_DEADLINE_S; do setting "$name" "$number" 'a number'; done
+	for name in SAMPLER_HZ IDLE_S BATCH_IDLE_S CHECK_IDLE_S CHECK_WAIT_S DRIFT_TOLERANCE CALIB_QUIET_S SERVER_READY_S LLM_TIMEOUT_S TRIAL_DEADLINE_S; do setting "$name" "$number" 'a number'; done
 	[[ $REPLAY_MODE != force || $SERVER_KIND == vllm ]] || die "setting REPLAY_MODE='force': only vLLM can be made to emit a reply; use putback" 2
 	for name in CALIB_CONTEXTS CALIB_OUTPUTS; do setting "$name" "$list" 'whole numbers with commas between them'; done
 	for name in APPEND_CACHED APPEND_UNCACHED APPEND_OUTPUTS; do setting "$name" "($list)?" 'whole numbers with commas between them, or nothing'; done
@@ -127,9 +131,9 @@ trap 'exit 143' TERM HUP
 
 # One measurement at a time on a machine: another one would be in our counters.
 measuring_lock() { # until measuring_unlock or the stage's end
-	mkdir -p .cache/run
-	exec {LOCK_FD}>.cache/run/measuring.lock
-	flock -n "$LOCK_FD" || die "another stage is measuring on this machine (it holds .cache/run/measuring.lock): wait for it, or stop it"
+	mkdir -p "$RUN_DIR"
+	exec {LOCK_FD}>"$RUN_DIR/measuring.lock"
+	flock -n "$LOCK_FD" || die "another stage is measuring on this machine (it holds $RUN_DIR/measuring.lock): wait for it, or stop it"
 }
 
 measuring_unlock() { exec {LOCK_FD}>&-; }

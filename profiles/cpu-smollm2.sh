@@ -15,6 +15,8 @@
 : "${CPU_MODEL_W=0.74:3.50}" # W per logical CPU idle:busy, used only where RAPL cannot be read; see sampler.py --help for the source
 : "${IDLE_S=12}"
 : "${BATCH_IDLE_S=5}"
+: "${CHECK_IDLE_S=0}" # an estimated power says nothing about the machine
+: "${DRIFT_EVERY=0}"
 : "${CALIB_CONTEXTS=128,512,1024}"
 : "${CALIB_OUTPUTS=16,48}"
 : "${CALIB_REPS=2}"

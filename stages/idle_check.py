@@ -1,53 +1,116 @@
-"""Compare an idle baseline with the calibration's loaded-idle power, so that a leftover process or a changed machine shows before a batch.
+"""Is this machine as quiet as when it was calibrated? Idle power against the calibration's, and processes on the GPUs that are not the server's.
 
     python stages/idle_check.py --idle data/batch/idle_loaded.csv --calib results/calib
+    python stages/idle_check.py --idle data/batch/check.csv --calib results/calib --log data/batch/checks.csv --before fix-bug__summarize-off__r1
+    python stages/idle_check.py --processes --gpus auto --server .cache/run/server-8000.json
 
-Prints one line a counter; warns beyond 3 %. Without a calibration it prints the powers alone. Exit code 0 unless the file cannot be read (2).
+Idle power should lie between the calibration's rested power and its power between calls, give or take 3 %; beyond, something else runs or the
+machine has changed. Without a calibration the powers alone are printed. --processes prints those that hold memory on the GPUs in use and are
+neither the server (its note under .cache/run tells which) nor below it; without a note nothing is called foreign.
+Exit code: 0 as expected, 4 not (the lines say what), 2 bad input.
 """
 
 import argparse
+import csv
 import json
+import os
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 TOLERANCE = 0.03  # a trajectory's own quiet power is flagged at the same difference
+NOT_AS_EXPECTED = 4
 
 
-def main():
+def compare(power_w, rested_w, between_w):
+    """Relative shift of an idle power from the nearer end of what the calibration saw; 0 inside, None when it saw nothing."""
+    known = [w for w in (rested_w, between_w) if w]
+    if not known:
+        return None
+    low, high = min(known), max(known)
+    return power_w / high - 1 if power_w > high else power_w / low - 1 if power_w < low else 0.0
+
+
+def idle(a):
     import numpy as np
 
     import calibrate
     import energylib
 
+    samples = energylib.read_samples(a.idle)
+    rested, between = {}, {}
+    if a.calib and (a.calib / "params.json").exists():
+        params = json.loads((a.calib / "params.json").read_text())
+        rested, between = calibrate.idle_power(params, "rested"), calibrate.idle_power(params, "loaded")
+    begin, end = samples.t[0], samples.t[-1]
+    energy = samples.energy(np.array([begin]), np.array([end]))
+    rows, code = [], 0
+    for d in samples.domains:
+        power_w = float(energy.joules[d][0]) / (end - begin)
+        shift = compare(power_w, rested.get(d), between.get(d))
+        line = f"idle power {d}: {power_w:.2f} W ({'estimated' if samples.source[d] == 'model' else samples.source[d]})"
+        if shift is not None:
+            line += f", {shift:+.1%} against the calibration"
+        if shift is not None and abs(shift) > TOLERANCE:
+            line = f"WARNING: {line}: something else runs, or the machine has changed since; calibrate anew with FORCE=1 bash 03_calibrate.sh"
+            code = NOT_AS_EXPECTED
+        print(line)
+        rows.append({"t": f"{end:.3f}", "before": a.before, "domain": d, "power_w": f"{power_w:.3f}", "seconds": f"{end - begin:.2f}",
+                     "shift": "" if shift is None else f"{shift:.4f}"})  # fmt: skip
+    if a.log and rows:
+        new = not a.log.exists()
+        with open(a.log, "a", newline="", encoding="utf-8") as f:
+            w = csv.DictWriter(f, rows[0], lineterminator="\n")
+            if new:
+                w.writeheader()
+            w.writerows(rows)
+    return code
+
+
+def foreign(running, ours):
+    """Pids on the GPUs that are not ours. In a container NVML may name pids of the host, which mean nothing here: those are left out."""
+    return sorted(pid for pid in running if pid not in ours and Path(f"/proc/{pid}").exists())
+
+
+def processes(a):
+    import sampler
+    from stages import supervise
+
+    nvml = sampler.Nvml(a.gpus)
+    running = set()
+    for gpu in nvml.gpus:
+        for query in ("nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetGraphicsRunningProcesses"):
+            running |= {p.pid for p in nvml.ask(query, gpu["handle"]) or []}
+    if not running:
+        return 0
+    try:
+        note = json.loads(a.server.read_text())
+    except (OSError, ValueError):
+        return 0
+    roots = [note["pid"], note["supervisor"]]
+    found = foreign(running, {os.getpid(), *roots, *(p for r in roots for p in supervise.descendants(r))})
+    for pid in found:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        print(f"process {pid} is on a GPU that is measured and is not the server's: {command[:120].strip()}")
+    return NOT_AS_EXPECTED if found else 0
+
+
+def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--idle", required=True)
-    p.add_argument("--calib", type=Path, required=True)
+    what = p.add_mutually_exclusive_group(required=True)
+    what.add_argument("--idle", help="samples of a quiet time")
+    what.add_argument("--processes", action="store_true")
+    p.add_argument("--calib", type=Path)
+    p.add_argument("--log", type=Path, help="append what was found to this CSV")
+    p.add_argument("--before", default="", help="what comes next, for the log")
+    p.add_argument("--gpus", default="auto")
+    p.add_argument("--server", type=Path, default=Path("none"), help="the note of the server's process group")
     a = p.parse_args()
     try:
-        samples = energylib.read_samples(a.idle)
+        sys.exit(idle(a) if a.idle else processes(a))
     except (OSError, ValueError) as e:
         print(f"idle_check: {e}", file=sys.stderr)
         sys.exit(2)
-    known = {}
-    if (a.calib / "params.json").exists():
-        known = calibrate.idle_power(json.loads((a.calib / "params.json").read_text()), "rested")
-    begin, end = samples.t[0], samples.t[-1]
-    energy = samples.energy(np.array([begin]), np.array([end]))
-    for d in samples.domains:
-        power_w = float(energy.joules[d][0]) / (end - begin)
-        label = "estimated" if samples.source[d] == "model" else samples.source[d]
-        line = f"idle power {d}: {power_w:.2f} W ({label})"
-        if known.get(d):
-            shift = power_w / known[d] - 1
-            line += f", {shift:+.1%} against the calibration's rested power"
-            if abs(shift) > TOLERANCE:
-                line = (
-                    "WARNING: "
-                    + line
-                    + ": something else runs, or the machine has changed since; calibrate anew with FORCE=1 bash 03_calibrate.sh"
-                )
-        print(line)
 
 
 if __name__ == "__main__":

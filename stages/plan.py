@@ -1,15 +1,18 @@
 """The plan of a batch: which trajectories, in which order. Written before the first one runs, so that what never ran still counts as planned.
 
     python stages/plan.py --list tasks/final.txt --policies "summarize-off summarize-8k" --reps 3 --mode live --seed 1 --plan data/traj/plan.csv
-    python stages/plan.py --plan data/traj/plan.csv --shard 2/4 --show      # trajectories of one shard and whether they are measured
+    python stages/plan.py --plan data/traj/plan.csv --shard 2/4 --show      # trajectories of one shard: open, measured or failed
 
 Order: repetition by repetition, tasks and policies shuffled within each (seeded), so that a slow drift of the machine hits every policy alike.
 A plan that exists is kept and only what it lacks is appended; what is planned or measured one way cannot be asked for another way (live,
-or a replay of another recording) in the same folder: the rows would share a name. Columns: order, task, policy, rep, mode, recording, seed.
+or a replay of another recording) in the same folder: the rows would share a name. Several batches (shards on nodes that share a file system)
+may plan at once: they take turns. Columns: order, task, policy, rep, mode, recording, seed.
 """
 
 import argparse
+import contextlib
 import csv
+import fcntl
 import json
 import os
 import random
@@ -20,11 +23,13 @@ FIELDS = ["order", "task", "policy", "rep", "mode", "recording", "seed"]
 
 
 def read_list(path):
-    """Task names of a list file: one a line, `#` starts a comment. Raises ValueError on an empty list or a repeated task."""
+    """Tasks of a list file: one a line, `#` starts a comment. Raises ValueError on an empty list, and on two tasks of one name: their
+    trajectories would share a folder, whatever data set or folder the tasks are from."""
     tasks = [t for line in Path(path).read_text(encoding="utf-8-sig").splitlines() if (t := line.split("#")[0].strip())]
     if not tasks:
         raise ValueError(f"{path}: no task in it; expected one name a line")
-    twice = {t for t in tasks if tasks.count(t) > 1}
+    names = [Path(t).name for t in tasks]
+    twice = {n for n in names if names.count(n) > 1}
     if twice:
         raise ValueError(f"{path}: {', '.join(sorted(twice))} stand(s) there more than once")
     return tasks
@@ -68,18 +73,33 @@ def check_same(rows, known, plan):
                              f"use another DATA_DIR, or delete the row and its folder to plan it anew")  # fmt: skip
 
 
+def infra_failure(trial):
+    """Why a finished trial says nothing about the agent (server, sandbox, deadline), None when it does."""
+    return None if trial.get("ended") == "finished" and not trial.get("reason") else trial.get("reason") or trial.get("ended")
+
+
 def measured(folder, mode, recording):
-    """Whether a trajectory's folder holds a finished measurement. Raises ValueError when it is one of another kind than asked for."""
+    """What a trajectory's folder holds: "" nothing finished, "measured", or "failed" for infrastructure reasons. Raises ValueError when it is
+    one of another kind than asked for."""
     try:
         trial = json.loads((folder / "trial.json").read_text())
         found = kind(trial["mode"], (trial["recording"] or {}).get("file"))
     except FileNotFoundError:
-        return False
+        return ""
     except (ValueError, KeyError, TypeError) as e:
         raise ValueError(f"{folder}/trial.json cannot be read ({type(e).__name__}: {e}); move the folder away to measure it anew") from e
     if found != kind(mode, recording):
         raise ValueError(f"{folder} is measured as {found}, asked for is {kind(mode, recording)}; use another DATA_DIR, or move the folder away")
-    return True
+    return "failed" if infra_failure(trial) else "measured"
+
+
+@contextlib.contextmanager
+def locked(path):
+    """Holds PATH.lock while the body runs; waits for whoever holds it, on this machine or on another that shares the file system."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path.with_suffix(".lock"), "w") as f:
+        fcntl.lockf(f, fcntl.LOCK_EX)  # a POSIX lock: it holds across the clients of an NFS server
+        yield
 
 
 def read_plan(path):
@@ -94,6 +114,26 @@ def read_plan(path):
     return rows
 
 
+def extend(a):
+    """Append to the plan what it lacks of the wanted rows; returns {key: what its folder holds} of these."""
+    known = read_plan(a.plan)
+    wanted = make(read_list(a.list), a.policies.split(), a.reps, a.mode, a.seed, a.recordings) if a.list else known
+    check_same(wanted, known, a.plan)
+    done = {key(r): measured(a.plan.parent / "{}__{}__r{}".format(*key(r)), r["mode"], r["recording"]) for r in wanted}
+    have = {key(r) for r in known}
+    new = [r for r in wanted if key(r) not in have]
+    if new:
+        last = max((int(r["order"]) for r in known), default=0)
+        rows = known + [{**r, "order": last + k} for k, r in enumerate(new, 1)]
+        tmp = a.plan.with_suffix(f".tmp{os.getpid()}")
+        with open(tmp, "w", newline="", encoding="utf-8") as f:
+            w = csv.DictWriter(f, FIELDS, lineterminator="\n")
+            w.writeheader()
+            w.writerows(rows)
+        os.replace(tmp, a.plan)
+    return done
+
+
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--plan", type=Path, required=True)
@@ -104,7 +144,7 @@ def main():
     p.add_argument("--seed", type=int, default=1)
     p.add_argument("--recordings", default="tasks/recordings")
     p.add_argument("--shard", default="1/1", help="i/n: every n-th trajectory from the i-th on")
-    p.add_argument("--show", action="store_true", help="print task, policy, rep, mode, measured|open, recording of this call's part")
+    p.add_argument("--show", action="store_true", help="print task, policy, rep, mode, open|measured|failed, recording of this call's part")
     a = p.parse_args()
     try:
         i, n = (int(x) for x in a.shard.split("/"))
@@ -113,28 +153,14 @@ def main():
     except ValueError:
         sys.exit(f"plan: --shard '{a.shard}': expected i/n with 1 <= i <= n, such as 2/4")
     try:
-        known = read_plan(a.plan)
-        wanted = make(read_list(a.list), a.policies.split(), a.reps, a.mode, a.seed, a.recordings) if a.list else known
-        check_same(wanted, known, a.plan)
-        done = {key(r): measured(a.plan.parent / "{}__{}__r{}".format(*key(r)), r["mode"], r["recording"]) for r in wanted}
+        with locked(a.plan):
+            done = extend(a)
     except (OSError, ValueError) as e:
         print(f"plan: {e}", file=sys.stderr)
         sys.exit(2)
-    have = {key(r) for r in known}
-    new = [r for r in wanted if key(r) not in have]
-    if new:
-        last = max((int(r["order"]) for r in known), default=0)
-        rows = known + [{**r, "order": last + k} for k, r in enumerate(new, 1)]
-        a.plan.parent.mkdir(parents=True, exist_ok=True)
-        tmp = a.plan.with_suffix(f".tmp{os.getpid()}")
-        with open(tmp, "w", newline="", encoding="utf-8") as f:
-            w = csv.DictWriter(f, FIELDS, lineterminator="\n")
-            w.writeheader()
-            w.writerows(rows)
-        os.replace(tmp, a.plan)
     if a.show:
         for r in [r for r in read_plan(a.plan) if key(r) in done][i - 1 :: n]:
-            print(r["task"], r["policy"], r["rep"], r["mode"], "measured" if done[key(r)] else "open", r["recording"], sep="\t")
+            print(r["task"], r["policy"], r["rep"], r["mode"], done[key(r)] or "open", r["recording"], sep="\t")
 
 
 if __name__ == "__main__":

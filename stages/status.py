@@ -1,0 +1,205 @@
+"""How a batch stands: one line, and a page that a phone can read. Written anew after every trial.
+
+    python stages/status.py --traj data/traj --waste data/waste.csv --out results/status.html
+
+Energy is that of whole trials (set-up, agent, verifier), every counter that may be added. Waste is what attempts used that had to be set
+aside (traj_unfinished/ beside the trajectories: killed, or failed for infrastructure reasons); waste.csv has a row for each. The time left is
+the usual time between the ends of two trials times the trials left, so it holds for shards and concurrent trials too.
+"""
+
+import argparse
+import csv
+import html
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from stages import plan  # noqa: E402
+
+WASTE = ["trajectory", "set_aside", "reason", "seconds", "energy_j", "domains", "sources"]
+
+
+def used(folder):
+    """(seconds, joules, domains, sources) of everything that was sampled in a trajectory's folder; joules None when it cannot be known."""
+    import numpy as np
+
+    import energylib
+
+    try:
+        s = energylib.read_samples(samples_of(folder))
+        domains = [d for d in s.total_domains if d in s.domains]
+        span = np.array([s.t[0]]), np.array([s.t[-1]])
+        joules = s.energy(*span).joules
+        total = float(sum(joules[d][0] for d in domains))
+        return float(span[1][0] - span[0][0]), total if np.isfinite(total) and domains else None, "+".join(domains), "+".join(sorted(set(s.source.values())))
+    except (OSError, ValueError, IndexError):
+        return None, None, "", ""
+
+
+def samples_of(folder):
+    """samples.csv of a trajectory, its own or, when several ran at a time, the group's."""
+    try:
+        shared = json.loads((folder / "trial.json").read_text()).get("shared") or {}
+        return folder / shared["samples"]
+    except (OSError, ValueError, KeyError):
+        return folder / "samples.csv"
+
+
+def read_json(path):
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def wasted(unfinished, table):
+    """Rows of waste.csv, brought up to date: one per folder of `unfinished`. Folders never change, so known ones are not read again."""
+    rows = {}
+    if table.exists():
+        with open(table, encoding="utf-8-sig", newline="") as f:
+            rows = {r["set_aside"]: r for r in csv.DictReader(f)}
+    found = sorted(p.name for p in unfinished.glob("*") if p.is_dir()) if unfinished.exists() else []
+    for name in found:
+        if name not in rows:
+            trial = read_json(unfinished / name / "trial.json")
+            reason = (plan.infra_failure(trial) or "measured, then set aside") if trial else "stopped before its end"
+            seconds, joules, domains, sources = used(unfinished / name)
+            rows[name] = dict(zip(WASTE, [name.rpartition(".")[0], name, reason, rounded(seconds), rounded(joules), domains, sources], strict=True))
+    rows = [rows[n] for n in found]
+    if rows:
+        write(table, lambda f: (w := csv.DictWriter(f, WASTE, lineterminator="\n"), w.writeheader(), w.writerows(rows)))
+    return rows
+
+
+def rounded(x):
+    return "" if x is None else round(x, 3)
+
+
+def write(path, body):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tmp = path.with_name(f"{path.name}.tmp{os.getpid()}")
+    with open(tmp, "w", newline="", encoding="utf-8") as f:
+        body(f)
+    os.replace(tmp, path)
+
+
+def spacing(ends):
+    """Usual seconds between the ends of two trials, pauses left out; None below two."""
+    gaps = [b - a for a, b in zip(sorted(ends), sorted(ends)[1:], strict=False) if b > a][-20:]
+    if not gaps:
+        return None
+    usual = [g for g in gaps if g <= 3 * statistics.median(gaps)]
+    return sum(usual) / len(usual)
+
+
+def look(traj, waste_table):
+    """Everything that the line and the page say, as a dict."""
+    rows = plan.read_plan(traj / "plan.csv")
+    cache_path = traj.parent / "batch" / "energy.json"
+    cache = read_json(cache_path) or {}
+    trials, ends = [], []
+    for r in rows:
+        name = "{}__{}__r{}".format(*plan.key(r))
+        trial = read_json(traj / name / "trial.json")
+        if not trial:
+            continue
+        stamp = f"{trial.get('t_end')}"
+        if cache.get(name, {}).get("t_end") != stamp:
+            seconds, joules, domains, sources = used(traj / name)
+            cache[name] = {"t_end": stamp, "seconds": seconds, "joules": joules, "domains": domains, "sources": sources}
+        if trial.get("t_end"):
+            ends.append(trial["t_end"])
+        trials.append({"name": name, "t_end": trial.get("t_end"), "failure": plan.infra_failure(trial), "reward": trial.get("reward"),
+                       "exception": trial.get("exception"), **cache[name]} | {"t_end": trial.get("t_end")})  # fmt: skip
+    write(cache_path, lambda f: json.dump(cache, f, allow_nan=False))
+    failed = [t for t in trials if t["failure"]]
+    left = len(rows) - len(trials)
+    gap = spacing(ends)
+    waste = wasted(traj.parent / "traj_unfinished", waste_table)
+    return {
+        "planned": len(rows), "measured": len(trials) - len(failed), "failed": failed, "left": left, "left_s": gap * left if gap else None,
+        "energy_j": sum(t["joules"] for t in trials if t["joules"] is not None), "sources": sorted({t["sources"] for t in trials if t["sources"]}),
+        "unknown": sum(t["joules"] is None for t in trials), "waste": waste, "waste_j": sum(float(r["energy_j"]) for r in waste if r["energy_j"] != ""),
+        "trials": sorted(trials, key=lambda t: t["t_end"] or 0),
+    }  # fmt: skip
+
+
+def joules(x):
+    return f"{x / 1000:.1f} kJ" if x >= 1000 else f"{x:.0f} J"
+
+
+def duration(s):
+    return f"{s / 3600:.1f} h" if s >= 5400 else f"{s / 60:.0f} min" if s >= 90 else f"{s:.0f} s"
+
+
+def source_words(sources):
+    return ", estimated" if any("model" in s for s in sources) else ""
+
+
+def line(b):
+    text = f"{b['measured']} of {b['planned']} measured, {len(b['failed'])} failed, {b['left']} left; {joules(b['energy_j'])}{source_words(b['sources'])}"
+    if b["waste"]:
+        text += f"; waste {joules(b['waste_j'])} in {len(b['waste'])} attempt(s) set aside"
+    return text + (f"; about {duration(b['left_s'])} left" if b["left"] and b["left_s"] else "")
+
+
+PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="refresh" content="30"><title>{title}</title><style>
+:root {{ color-scheme: light dark }}
+body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 44rem; margin: 0 auto; padding: 1rem }}
+h1 {{ font-size: 1.2rem }} h2 {{ font-size: 1rem; margin: 1.5rem 0 .3rem }}
+.bar {{ display: flex; height: 1rem; border-radius: .3rem; overflow: hidden; background: #8884 }} .bar i {{ background: #2a7 }} .bar b {{ background: #c43 }}
+dl {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(8rem, 1fr)); gap: .5rem; margin: 1rem 0 }}
+dt {{ font-size: .8rem; opacity: .7 }} dd {{ margin: 0; font-size: 1.3rem }}
+table {{ border-collapse: collapse; width: 100%; font-size: .85rem }} td {{ padding: .25rem .4rem; border-top: 1px solid #8884; overflow-wrap: anywhere }}
+td:nth-child(n+2) {{ text-align: right; white-space: nowrap }} p {{ font-size: .85rem; opacity: .7 }}
+</style></head><body><h1>{title}</h1><div class="bar"><i style="width:{measured_pct:.2f}%"></i><b style="width:{failed_pct:.2f}%"></b></div>
+<dl>{facts}</dl>{tables}<p>{foot}</p></body></html>
+"""
+
+
+def page(b, title):
+    facts = {"planned": b["planned"], "measured": b["measured"], "failed": len(b["failed"]), "left": b["left"],
+             "time left": duration(b["left_s"]) if b["left"] and b["left_s"] else "–" if b["left"] else "done",
+             "energy so far": joules(b["energy_j"]), "waste": joules(b["waste_j"])}  # fmt: skip
+    cells = lambda rows: "".join("<tr>" + "".join(f"<td>{html.escape(str(c))}</td>" for c in r) + "</tr>" for r in rows)  # noqa: E731
+    tables = ""
+    if b["failed"]:
+        tables += f"<h2>Failed for infrastructure reasons</h2><table>{cells((t['name'], t['failure']) for t in b['failed'][-20:])}</table>"
+    if b["waste"]:
+        rows = ((r["trajectory"], r["reason"], joules(float(r["energy_j"])) if r["energy_j"] != "" else "–") for r in b["waste"][-20:])
+        tables += f"<h2>Set aside, energy counted as waste</h2><table>{cells(rows)}</table>"
+    last = [(t["name"], "not scored" if t["failure"] else f"reward {t['reward']}" if t["reward"] is not None else t["exception"],
+             joules(t["joules"]) if t["joules"] is not None else "–") for t in b["trials"][:-11:-1]]  # fmt: skip
+    tables += f"<h2>Last trials</h2><table>{cells(last)}</table>" if last else ""
+    foot = f"Energy of whole trials{source_words(b['sources'])}. {time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime())}"
+    if b["unknown"]:
+        foot += f" Without energy: {b['unknown']} trial(s)."
+    total = max(b["planned"], 1)
+    return PAGE.format(title=html.escape(title), measured_pct=100 * b["measured"] / total, failed_pct=100 * len(b["failed"]) / total,
+                       facts="".join(f"<div><dt>{k}</dt><dd>{v}</dd></div>" for k, v in facts.items()), tables=tables, foot=foot)  # fmt: skip
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--traj", type=Path, required=True)
+    p.add_argument("--waste", type=Path, required=True)
+    p.add_argument("--out", type=Path, help="the page")
+    p.add_argument("--title", default="Trajoule: batch")
+    a = p.parse_args()
+    try:
+        b = look(a.traj, a.waste)
+    except (OSError, ValueError) as e:
+        print(f"status: {e}", file=sys.stderr)
+        sys.exit(2)
+    if a.out:
+        write(a.out, lambda f: f.write(page(b, a.title)))
+    print(line(b))
+
+
+if __name__ == "__main__":
+    main()
