@@ -1,7 +1,8 @@
 """Split agent trajectories into model, command and waiting time and energy: one row per trajectory folder.
 
 Three sources must agree. The wire (calls.jsonl) says when the model worked. The terminal recording (asciicast) says when a
-command ran: from its keystroke to the return of the prompt. Harbor's result says when the agent ran and what came of it.
+command ran: from its keystroke to the return of the prompt; of mini-SWE-agent, which has no terminal, its own trajectory file
+says so. Harbor's result says when the agent ran and what came of it.
 The energy of each part comes from the counters (samples.csv), through energylib; with a calibration the call model predicts
 the same energy from token counts alone, and the row says how far off it is (closure).
 
@@ -261,9 +262,9 @@ def read_steps(agent_dir):
     return steps, status
 
 
-def whole_steps(text):
-    """The complete step objects at the beginning of a cut trajectory.json."""
-    found = re.search(r'"steps"\s*:\s*\[', text)
+def whole_steps(text, key="steps"):
+    """The complete objects at the beginning of the list `key` of a cut trajectory file."""
+    found = re.search(rf'"{key}"\s*:\s*\[', text)
     if not found:
         return []
     decoder, at, steps = json.JSONDecoder(), found.end(), []
@@ -547,6 +548,38 @@ def commands_from_steps(steps, calls, t0, t1):
             if start < t1 and now > t0 and now > start:
                 out.append({"keys": keys, "start": max(start, t0), "end": min(now, t1)})
     return out
+
+
+def commands_from_mini_swe(path, calls, t0, t1):
+    """(command spans, flags) of mini-SWE-agent's own trajectory file; (None, flags) when there is none.
+
+    An assistant's message has the time at which its reply had come, the tools' messages behind it the time at which all of its
+    commands were done. The file is rewritten after every step, so the step in which an agent was stopped is not in it: when its
+    reply is on the wire, its command ran until the end.
+    """
+    obj, status = read_json(path)
+    if status in ("missing", "empty"):
+        return None, set()
+    flags = set() if status == "ok" else {"trajectory_damaged"}
+    found = obj.get("messages") if isinstance(obj, dict) else whole_steps(path.read_text(encoding="utf-8", errors="replace"), "messages")
+    spans, replies = [], 0
+    for m in found if isinstance(found, list) else ():
+        extra = sub(m, "extra")
+        at = as_time(extra.get("timestamp"))
+        if isinstance(m, dict) and m.get("role") == "assistant":
+            replies += 1
+            keys = [str(a.get("command") or "") for a in extra.get("actions") or [] if isinstance(a, dict)]
+            spans.append({"keys": "\n".join(keys), "start": at, "end": None})
+        elif extra.get("interrupt_type") == "FormatError":
+            replies += 1  # a reply without a command that can be run
+        elif spans and at is not None:
+            spans[-1]["end"] = at
+    good = [c for c in calls if c["ok"] and c["kind"] == "agent"]
+    if len(good) > replies and good[-1]["end"] < t1:
+        spans.append({"keys": "", "start": good[-1]["end"], "end": t1})
+        flags.add("command_open")
+    spans = [s | {"start": max(s["start"], t0), "end": min(s["end"], t1)} for s in spans if s["start"] is not None and s["end"] is not None]
+    return [s for s in spans if s["end"] > s["start"]], flags
 
 
 # ---------------------------------------------------------------- what Harbor says
@@ -1204,6 +1237,11 @@ def split_sources(row, flags, seen, model):
         commands, offset, residual, more = commands_from_recording(cast, own, seen["steps"], model, t0, t1)
         flags |= more
         row |= {"recording_offset_s": offset, "recording_residual_s": residual, "split_source": "recording"}
+        return commands
+    commands, more = commands_from_mini_swe(seen["agent_dir"] / "mini-swe-agent.trajectory.json", own, t0, t1)
+    if commands is not None:
+        flags |= more
+        row["split_source"] = "agent_log"
         return commands
     if any(s.get("source") == "agent" and unix(s.get("timestamp")) for s in seen["steps"]):
         flags.add("requested_durations")
