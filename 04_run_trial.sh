@@ -10,6 +10,7 @@
 # tokens), summarize-on (the agent's default). With MODE=replay the proxy answers from RECORDING (default: the task's recordings in turn).
 # Leaves DATA_DIR/traj/<task>__<policy>__r<rep>/ with trial.json written last. A finished trajectory is kept; an unfinished one is moved to
 # DATA_DIR/traj_unfinished/ and run again. Exit code 0: measured (whatever the reward), 3: infrastructure failed, 2: bad input.
+# Several at a time (06_run_batch.sh with CONCURRENCY) share the server, its cache and one sampler, that of the group in GROUP_DIR.
 source "$(dirname "$0")/common.sh"
 [[ $# -ge 3 && $# -le 4 ]] || die "expected TASK POLICY REP [RECORDING], got $# argument(s) (see --help)" 2
 TASK=$1 POLICY=$2 REP=$3
@@ -29,7 +30,8 @@ if [[ -e $DIR/trial.json ]]; then
 	exit 0
 fi
 (($(free_mb .) >= MIN_FREE_MB)) || die "$(free_mb .) MB of disk are free, a trial needs MIN_FREE_MB=$MIN_FREE_MB"
-measuring_lock
+GROUP_DIR=${GROUP_DIR:-}
+[[ -n $GROUP_DIR ]] || measuring_lock # a group's lock is the batch's
 set_aside "$NAME"
 
 adapter wait --timeout 10 || die "no model server at $SERVER_URL: start it with \`bash 02_serve_vllm.sh\`"
@@ -40,18 +42,21 @@ read -r SERVED CONTEXT <<<"$model"
 	--recording "$RECORDING" --model "$SERVED" --context "$CONTEXT" --profile "$PROFILE" --environment "$(environment_kind)" \
 	--server-kind "$SERVER_KIND" --server-version "$(adapter version || echo -)" --proxy-url "$PROXY_URL" --temperature "$TEMPERATURE" \
 	--max-turns "$MAX_TURNS" --max-output-tokens "$MAX_OUTPUT_TOKENS" --agent-timeout "$AGENT_TIMEOUT_S" --llm-timeout "$LLM_TIMEOUT_S" \
-	--schema "$RESPONSE_SCHEMA" >&2 || exit 2
+	--schema "$RESPONSE_SCHEMA" ${GROUP_DIR:+--group "$GROUP_DIR" --members "$GROUP_MEMBERS"} >&2 || exit 2
 mkdir -p "$DIR/logs"
 
-if ! adapter reset; then
-	[[ $SERVER_KIND == openai ]] || die "the prefix cache could not be cleared, so this trial would not start cold"
-	warn "a server of this kind has no cache reset: $NAME may start with cached prompts, which its cached_tokens show"
+if [[ -n $GROUP_DIR ]]; then
+	: >"$DIR/calls.jsonl"
+	ln "$DIR/calls.jsonl" "$GROUP_DIR/calls/$NAME.jsonl" # the others' shares need it, wherever this folder goes
+	for file in samples.csv samples.meta.json state.csv; do ln -s "$(realpath --relative-to "$DIR" "$GROUP_DIR")/$file" "$DIR/$file"; done
+else
+	cold_cache "$NAME"
 fi
 proxy_args=(--trial "$NAME")
 [[ -z $RECORDING ]] || proxy_args+=(--replay "$RECORDING" --replay-mode "$REPLAY_MODE")
 [[ -z $RECORDING || $REPLAY_MODE$REPLAY_WORDS != putback1 ]] || proxy_args+=(--replay-words)
 start_proxy "$DIR/calls.jsonl" "$DIR/logs/proxy.log" "${proxy_args[@]}"
-start_sampler "$DIR/samples.csv" "$DIR/logs/sampler.log"
+[[ -n $GROUP_DIR ]] || start_sampler "$DIR/samples.csv" "$DIR/logs/sampler.log"
 
 # The agent's key: local servers take any, but litellm wants one.
 export OPENAI_API_KEY=${OPENAI_API_KEY:-unused}
@@ -59,11 +64,13 @@ T_BEGIN=$(date +%s.%6N) code=0
 supervise --log "$DIR/logs/harbor.log" --deadline "$TRIAL_DEADLINE_S" -- "$PY" stages/warm_harbor.py run -c "$DIR/job.json" -y || code=$?
 T_END=$(date +%s.%6N)
 sleep 0.3 # the counters' last step is then in the file
-stop "$SAMPLER_PID" || warn "the sampler ended badly (exit $?): see $DIR/logs/sampler.log"
-stop "$PROXY_PID" || warn "the proxy ended badly (exit $?): see $DIR/logs/proxy.log"
+broken=
+[[ -n $GROUP_DIR ]] || stop "$SAMPLER_PID" || broken="the sampler ended badly (exit $?): see $DIR/logs/sampler.log"
+stop "$PROXY_PID" || broken="the proxy ended badly (exit $?): see $DIR/logs/proxy.log"
+remove_containers "$DIR"
 down=()
 adapter wait --timeout 5 2>/dev/null || down=(--server-down)
 rc=0
 "$PY" stages/trial.py finish --dir "$DIR" --harbor-exit "$code" --deadline "$TRIAL_DEADLINE_S" --t-begin "$T_BEGIN" --t-end "$T_END" \
-	--calib "$CALIB_RESULTS" "${down[@]}" >&2 || rc=$?
+	--calib "$CALIB_RESULTS" "${down[@]}" ${broken:+--broken "$broken"} >&2 || rc=$?
 exit "$rc"

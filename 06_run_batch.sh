@@ -4,6 +4,7 @@
 # interruption the same command goes on. Infrastructure failures are not the agent's: they are run once more at the end (their first attempt's
 # energy is waste: DATA_DIR/waste.csv), and the batch stops after MAX_INFRA_FAILURES in a row.
 # Before each trial: disk, port, processes on the GPUs that are not the server's, idle power against the calibration (CHECK_IDLE_S of quiet).
+# CONCURRENCY trajectories at a time share the server and one sampler (DATA_DIR/traj_groups/); the next ones start when all of them have ended.
 # Every DRIFT_EVERY trials the calibration's reference cell runs again (DATA_DIR/batch/drift.csv). RESULTS_DIR/status.html shows how it stands.
 #
 #   bash 06_run_batch.sh tasks/final.txt "summarize-off summarize-8k" 3
@@ -30,6 +31,9 @@ done
 LIST=${positional[0]} POLICIES=${positional[1]} REPS=${positional[2]}
 [[ -r $LIST ]] || die "task list '$LIST' is missing" 2
 [[ $REPS =~ ^[1-9][0-9]*$ ]] || die "REPETITIONS='$REPS': expected a whole number from 1 on" 2
+((CONCURRENCY >= 1)) || die "setting CONCURRENCY='$CONCURRENCY': expected a whole number from 1 on" 2
+[[ $SERVER_KIND != llamacpp ]] || ((CONCURRENCY <= SERVER_SLOTS)) ||
+	die "setting CONCURRENCY='$CONCURRENCY': the server has SERVER_SLOTS=$SERVER_SLOTS slots and would make calls wait; restart it with more" 2
 need_venv
 
 PLAN=$TRAJ_DIR/plan.csv
@@ -77,7 +81,10 @@ idle_power "$DATA_DIR/batch/idle_loaded.$(date -u +%Y%m%dT%H%M%S).csv" "$BATCH_I
 
 unready() { # why no trial can start now, nothing when one can
 	(($(free_mb "$DATA_DIR") >= MIN_FREE_MB)) || echo "$(free_mb "$DATA_DIR") MB of disk are free, a trial needs MIN_FREE_MB=$MIN_FREE_MB"
-	port_free "$PROXY_PORT" || echo "port $PROXY_PORT is taken, the logging proxy needs it: stop what listens there, or set PROXY_PORT"
+	local port
+	for ((port = PROXY_PORT; port < PROXY_PORT + CONCURRENCY; port++)); do
+		port_free "$port" || echo "port $port is taken, the logging proxy needs it: stop what listens there, or set PROXY_PORT"
+	done
 	[[ $GPUS == none ]] || ! command -v nvidia-smi >/dev/null ||
 		"$PY" stages/idle_check.py --processes --gpus "$GPUS" --server "$RUN_DIR/server-$PORT.json" || true
 }
@@ -137,30 +144,75 @@ done
 
 ran=0 in_a_row=0
 failed=()
-run_rows() { # rows of the plan, one by one; what failed for infrastructure reasons goes to `failed`
-	local i task policy rep mode _ recording name rc
-	for ((i = 1; i <= $#; i++)); do
-		IFS=$'\t' read -r task policy rep mode _ recording <<<"${!i}"
-		name=$(name_of "${!i}")
-		((DRIFT_EVERY == 0 || ran == 0 || ran % DRIFT_EVERY != 0)) || drift_check
-		check_machine "$name"
-		log "$i/$# $name ($mode)"
+settle() { # ROW EXIT_CODE of its trial
+	local name
+	name=$(name_of "$1")
+	ran=$((ran + 1))
+	case $2 in
+	0) in_a_row=0 ;;
+	130 | 143) die "interrupted at $name; the same command goes on from there" "$2" ;;
+	2) die "$name cannot be run (see above); the same command goes on once that is mended" 2 ;;
+	*)
+		failed+=("$1")
+		in_a_row=$((in_a_row + 1))
+		log "$name failed for infrastructure reasons: $(reason_of "$name")"
+		((in_a_row < MAX_INFRA_FAILURES)) ||
+			die "$in_a_row trials in a row failed for infrastructure reasons (MAX_INFRA_FAILURES), the last, $name: $(reason_of "$name"); logs: $TRAJ_DIR/$name/logs"
+		;;
+	esac
+}
+run_alone() { # ROW
+	local task policy rep mode recording rc=0
+	IFS=$'\t' read -r task policy rep mode _ recording <<<"$1"
+	MODE=$mode stage 04_run_trial.sh "$task" "$policy" "$rep" ${recording:+"$recording"} || rc=$?
+	settle "$1" "$rc"
+}
+run_group() { # ROWS that run at the same time: one server, one sampler, a proxy each
+	local task policy rep mode recording row pid rc i=0 pids=() codes=() broken=
+	export GROUP_DIR GROUP_MEMBERS=""
+	GROUP_DIR=$DATA_DIR/traj_groups/$(date -u +%Y%m%dT%H%M%S)
+	for row in "$@"; do GROUP_MEMBERS+="$(name_of "$row") "; done
+	mkdir -p "$GROUP_DIR/calls"
+	measuring_lock
+	cold_cache "a group of $#"
+	start_sampler "$GROUP_DIR/samples.csv" "$GROUP_DIR/sampler.log"
+	for row in "$@"; do
+		IFS=$'\t' read -r task policy rep mode _ recording <<<"$row"
+		MODE=$mode PROXY_PORT=$((PROXY_PORT + i)) ERROR_FILE=$ERROR_FILE.$i spawn pid -- bash 04_run_trial.sh "$task" "$policy" "$rep" ${recording:+"$recording"}
+		pids+=("$pid")
+		i=$((i + 1))
+	done
+	for pid in "${pids[@]}"; do
 		rc=0
+		ended "$pid" || rc=$?
+		codes+=("$rc")
+	done
+	stop "$SAMPLER_PID" || broken="the sampler ended badly (exit $?): see $GROUP_DIR/sampler.log"
+	measuring_unlock
+	unset GROUP_DIR GROUP_MEMBERS
+	i=0
+	for row in "$@"; do
 		rm -f "$ERROR_FILE"
-		MODE=$mode stage 04_run_trial.sh "$task" "$policy" "$rep" ${recording:+"$recording"} || rc=$?
-		ran=$((ran + 1))
-		case $rc in
-		0) in_a_row=0 ;;
-		130 | 143) die "interrupted at $name; the same command goes on from there" "$rc" ;;
-		2) die "$name cannot be run (see above); the same command goes on once that is mended" 2 ;;
-		*)
-			failed+=("${!i}")
-			in_a_row=$((in_a_row + 1))
-			log "$name failed for infrastructure reasons: $(reason_of "$name")"
-			((in_a_row < MAX_INFRA_FAILURES)) ||
-				die "$in_a_row trials in a row failed for infrastructure reasons (MAX_INFRA_FAILURES), the last, $name: $(reason_of "$name"); logs: $TRAJ_DIR/$name/logs"
-			;;
-		esac
+		cp "$ERROR_FILE.$i" "$ERROR_FILE" 2>/dev/null || true
+		if [[ -n $broken && ${codes[i]} == 0 ]]; then # what it should have measured is lost for all
+			echo "$broken" >"$ERROR_FILE"
+			codes[i]=3
+			set_aside "$(name_of "$row")"
+		fi
+		settle "$row" "${codes[i]}"
+		i=$((i + 1))
+	done
+}
+run_rows() { # rows of the plan, CONCURRENCY at a time; what failed for infrastructure reasons goes to `failed`
+	local i names before=$ran
+	for ((i = 1; i <= $#; i += CONCURRENCY)); do
+		names=$(for row in "${@:i:CONCURRENCY}"; do name_of "$row"; done)
+		((DRIFT_EVERY == 0 || ran == 0 || ran / DRIFT_EVERY == before / DRIFT_EVERY)) || drift_check
+		before=$ran
+		check_machine "${names//$'\n'/ }"
+		log "$i/$# ${names//$'\n'/ }"
+		rm -f "$ERROR_FILE"*
+		if ((CONCURRENCY > 1 && i < $#)); then run_group "${@:i:CONCURRENCY}"; else run_alone "${!i}"; fi
 		log "$(status)"
 	done
 }

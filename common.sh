@@ -62,7 +62,7 @@ verify_config() {
 	setting REPLAY_WORDS '[01]' '0 or 1'
 	setting ENVIRONMENT 'auto|docker|local_env' 'auto, docker or local_env'
 	setting CALIB_TRANSPORT 'chat|completions' 'chat or completions'
-	for name in PORT PROXY_PORT MAX_MODEL_LEN TENSOR_PARALLEL SERVER_SLOTS CALIB_REPS BATCH_SEED DRIFT_EVERY MAX_INFRA_FAILURES MIN_FREE_MB MAX_OUTPUT_TOKENS; do
+	for name in PORT PROXY_PORT MAX_MODEL_LEN TENSOR_PARALLEL SERVER_SLOTS CALIB_REPS BATCH_SEED CONCURRENCY DRIFT_EVERY MAX_INFRA_FAILURES MIN_FREE_MB MAX_OUTPUT_TOKENS; do
 		setting "$name" '[0-9]+' 'a whole number'
 	done
 	for name in SAMPLER_HZ IDLE_S BATCH_IDLE_S CHECK_IDLE_S CHECK_WAIT_S DRIFT_TOLERANCE CALIB_QUIET_S SERVER_READY_S LLM_TIMEOUT_S TRIAL_DEADLINE_S; do setting "$name" "$number" 'a number'; done
@@ -107,23 +107,26 @@ spawn() {
 supervise() {
 	local pid code=0
 	spawn pid "$@"
-	wait "$pid" || code=$?
-	unset 'SPAWNED[-1]'
+	ended "$pid" || code=$?
 	return "$code"
 }
 # stage SCRIPT ARGS...: run another stage
 stage() { supervise -- bash "$@"; }
-# stop PID: end one background process and return its exit code
-stop() {
-	local code=0
-	kill -TERM "$1" 2>/dev/null || true
+# ended PID: wait for one background process and return its exit code
+ended() {
+	local code=0 pid left=()
 	wait "$1" || code=$?
+	for pid in "${SPAWNED[@]}"; do [[ $pid == "$1" ]] || left+=("$pid"); done
+	SPAWNED=("${left[@]}")
 	return "$code"
 }
+# stop PID: end one background process and return its exit code
+stop() {
+	kill -TERM "$1" 2>/dev/null || true
+	ended "$1"
+}
 stop_spawned() {
-	local i
-	for ((i = ${#SPAWNED[@]} - 1; i >= 0; i--)); do stop "${SPAWNED[i]}" 2>/dev/null || true; done
-	SPAWNED=()
+	while ((${#SPAWNED[@]})); do stop "${SPAWNED[-1]}" 2>/dev/null || true; done
 }
 trap stop_spawned EXIT
 trap 'exit 130' INT
@@ -182,9 +185,32 @@ start_server() {
 	done
 }
 
+# cold_cache WHAT: empty the server's prefix cache
+cold_cache() {
+	adapter reset && return 0
+	[[ $SERVER_KIND == openai ]] || die "the prefix cache could not be cleared, so $1 would not start cold"
+	warn "a server of this kind has no cache reset: $1 may start with cached prompts, which its cached_tokens show"
+}
+
+# remove_containers FOLDER: what a Harbor that was killed left running in Docker, by the names of the trials in the folder
+remove_containers() {
+	local trial project left
+	for trial in "$1"/harbor/*__*/; do
+		project=$(basename "$trial")__env
+		left=$(docker ps -aq --filter "label=com.docker.compose.project=${project,,}" 2>/dev/null) || return 0
+		[[ -z $left ]] || {
+			log "removing the containers that ${project%__env} left"
+			# shellcheck disable=SC2086
+			docker rm -f $left >/dev/null
+			docker network ls -q --filter "label=com.docker.compose.project=${project,,}" | xargs -r docker network rm >/dev/null || true
+		}
+	done
+}
+
 # set_aside TRAJECTORY: its folder moves to traj_unfinished, where its energy stays on record
 set_aside() {
 	[[ -e $TRAJ_DIR/$1 ]] || return 0
+	remove_containers "$TRAJ_DIR/$1"
 	mkdir -p "$DATA_DIR/traj_unfinished"
 	mv "$TRAJ_DIR/$1" "$DATA_DIR/traj_unfinished/$1.$(date -u +%Y%m%dT%H%M%S)"
 	log "$1 was not finished or failed: its remains went to $DATA_DIR/traj_unfinished"

@@ -70,6 +70,7 @@ PROFILE_NAME=$(basename "$PROFILE_FILE" .sh)
 : "${ORACLE_JOBS=2}"          # reference solutions at a time; they wait more than they compute, but their time limits count
 : "${LLM_TIMEOUT_S=3600}"     # s that the agent waits for one call
 : "${TRIAL_DEADLINE_S=7200}"  # s for one whole trial; beyond it the trial counts as infrastructure failure
+: "${CONCURRENCY=1}"          # trajectories of a batch at a time; their energy is shared out by the call model
 : "${BATCH_SEED=1}"           # order of a batch: repetitions interleaved, shuffled within
 : "${BATCH_IDLE_S=60}"        # s of the loaded-idle baseline before a batch
 : "${CHECK_IDLE_S=3}"         # s of quiet before each trial, whose power is compared with the calibration's; 0: not measured

@@ -24,29 +24,23 @@ WASTE = ["trajectory", "set_aside", "reason", "seconds", "energy_j", "domains", 
 
 
 def used(folder):
-    """(seconds, joules, domains, sources) of everything that was sampled in a trajectory's folder; joules None when it cannot be known."""
+    """(seconds, joules, domains, sources) of everything that was sampled in a trajectory's folder, an equal part of it when several ran at a
+    time; joules None when it cannot be known."""
     import numpy as np
 
     import energylib
 
+    trial = read_json(folder / "trial.json") or read_json(folder / "request.json") or {}
+    together = len((trial.get("shared") or {}).get("members") or [1])
     try:
-        s = energylib.read_samples(samples_of(folder))
+        s = energylib.read_samples(folder / "samples.csv")
         domains = [d for d in s.total_domains if d in s.domains]
         span = np.array([s.t[0]]), np.array([s.t[-1]])
         joules = s.energy(*span).joules
-        total = float(sum(joules[d][0] for d in domains))
+        total = float(sum(joules[d][0] for d in domains)) / together
         return float(span[1][0] - span[0][0]), total if np.isfinite(total) and domains else None, "+".join(domains), "+".join(sorted(set(s.source.values())))
     except (OSError, ValueError, IndexError):
         return None, None, "", ""
-
-
-def samples_of(folder):
-    """samples.csv of a trajectory, its own or, when several ran at a time, the group's."""
-    try:
-        shared = json.loads((folder / "trial.json").read_text()).get("shared") or {}
-        return folder / shared["samples"]
-    except (OSError, ValueError, KeyError):
-        return folder / "samples.csv"
 
 
 def read_json(path):

@@ -165,7 +165,8 @@ def prepare(a):
         "context_limit": a.context,
         "policy_args": policy_args,
         "server": {"kind": a.server_kind, "version": a.server_version, "max_context": a.context},
-        "concurrency": 1,
+        "concurrency": max(len(a.members), 1),
+        "shared": {"group": Path(a.group).name, "members": a.members, "folder": os.path.relpath(a.group, folder)} if a.group else None,
         "versions": package_versions(),
         "harbor_version": importlib.metadata.version("harbor"),
     }
@@ -215,6 +216,8 @@ def finish(a):
         reason = f"Harbor reports {exception}"
     if ended == "finished" and a.server_down:
         ended, reason = "server_down", "the model server did not answer after the trial"
+    if ended == "finished" and a.broken:
+        ended, reason = "harness_failed", a.broken
     meta = {}
     if (folder / "samples.meta.json").exists():
         meta = json.loads((folder / "samples.meta.json").read_text())
@@ -266,6 +269,8 @@ def main():
         ("schema", str),
     ):
         q.add_argument(f"--{name}", type=kind)
+    q.add_argument("--group", help="folder of the trajectories that run at the same time; its samples are theirs")
+    q.add_argument("--members", type=str.split, default=[], help="their names, this one's too")
     q = sub.add_parser("kept")
     q.add_argument("--dir", required=True)
     q.add_argument("--mode", required=True)
@@ -277,6 +282,7 @@ def main():
     q.add_argument("--t-begin", type=float)
     q.add_argument("--t-end", type=float)
     q.add_argument("--server-down", action="store_true")
+    q.add_argument("--broken", help="what of the measurement itself failed: the trial counts as infrastructure failure")
     q.add_argument("--calib", help="folder of the calibration in force")
     a = p.parse_args()
     try:

@@ -142,3 +142,72 @@ def test_status_counts_what_is_measured_failed_left_and_wasted(tmp_path):
 def test_the_time_left_leaves_pauses_out():
     assert status.spacing([0, 10, 20, 5000, 5010, 5020]) == 10
     assert status.spacing([5]) is None
+
+
+# ---- whole batches, against a scripted server
+
+DONE = {"analysis": "a", "plan": "p", "commands": [{"keystrokes": "touch /app/done\n", "duration": 0.1}], "task_complete": True, "_latency": 0.2}
+
+
+@pytest.fixture
+def place(tmp_path, free_port):
+    """Settings that keep a batch's data, ports and locks to itself; tasks `good` and `other`, and `broken`, whose environment does not start."""
+    from test_oracle import write_task
+
+    for name, dockerfile in (("good", "FROM debian:bookworm-slim\nWORKDIR /app\n"), ("other", "FROM debian:bookworm-slim\nWORKDIR /app\n"),
+                             ("broken", "FROM debian:bookworm-slim\nRUN exit 3\n")):  # fmt: skip
+        write_task(tmp_path / "tasks" / name, "touch /app/done", dockerfile)
+    ours = ("PROFILE", "MODE", "TEMPERATURE", "MAX_TURNS", "CONCURRENCY")
+    return {k: v for k, v in os.environ.items() if k not in ours} | {
+        "PROFILE": "cpu-smollm2", "PROXY_PORT": str(free_port()), "DATA_DIR": str(tmp_path / "data"), "RESULTS_DIR": str(tmp_path / "results"),
+        "TRAJOULE_RUN_DIR": str(tmp_path / "run"), "TASKS_DIR": str(tmp_path / "tasks"), "ENVIRONMENT": "local_env", "BATCH_IDLE_S": "0.5", "MODE": "live",
+        "MIN_FREE_MB": "100", "SERVER_KIND": "openai", "MAX_MODEL_LEN": "32768", "RESPONSE_SCHEMA": "",
+    }  # fmt: skip
+
+
+def batch(env, tmp_path, tasks, *more):
+    (tmp_path / "list.txt").write_text("\n".join(tasks) + "\n")
+    r = subprocess.run(["bash", "06_run_batch.sh", tmp_path / "list.txt", "summarize-off", "1", *more], cwd=REPO, env=env, capture_output=True, text=True, timeout=250)
+    return r.returncode, r.stderr
+
+
+@pytest.mark.integration
+def test_infrastructure_failures_are_named_retried_at_the_end_and_their_energy_is_waste(place, tmp_path):
+    from fakes.openai_server import running
+
+    with running([DONE]) as s:
+        env = place | {"PORT": str(s.port)}
+        code, err = batch(env, tmp_path, ["good", "broken"])
+        assert code == 3, err
+        assert "1 trial(s) failed for infrastructure reasons: once more" in err and "broken__summarize-off__r1 failed for infrastructure reasons: Harbor reports" in err
+        assert "1 of 2 measured, 1 failed, 0 left" in err and "in 1 attempt(s) set aside" in err
+        with open(tmp_path / "data/waste.csv") as f:
+            rows = list(csv.DictReader(f))
+        assert [r["trajectory"] for r in rows] == ["broken__summarize-off__r1"] and float(rows[0]["energy_j"]) > 0
+        code, err = batch(env | {"MAX_INFRA_FAILURES": "1"}, tmp_path, ["good", "broken"])
+        assert code == 1 and "1 trials in a row failed for infrastructure reasons (MAX_INFRA_FAILURES), the last, broken__summarize-off__r1: Harbor reports" in err
+        assert "good__summarize-off__r1 (" not in err  # what is measured stays
+    assert "Set aside" in (tmp_path / "results/status.html").read_text()
+
+
+@pytest.mark.integration
+def test_two_at_a_time_have_a_proxy_each_and_one_sampler(place, tmp_path):
+    from fakes.openai_server import running
+
+    with running([DONE]) as s:
+        code, err = batch(place | {"PORT": str(s.port), "CONCURRENCY": "2"}, tmp_path, ["good", "other"])
+    assert code == 0, err
+    folders = [tmp_path / f"data/traj/{n}__summarize-off__r1" for n in ("good", "other")]
+    trials = [json.loads((f / "trial.json").read_text()) for f in folders]
+    assert [t["concurrency"] for t in trials] == [2, 2] and [t["reward"] for t in trials] == [1.0, 1.0]
+    assert trials[0]["shared"] == trials[1]["shared"] and sorted(trials[0]["shared"]["members"]) == [f.name for f in folders]
+    group = folders[0] / trials[0]["shared"]["folder"]
+    assert (folders[0] / "samples.csv").samefile(folders[1] / "samples.csv") and (group / "samples.csv").samefile(folders[0] / "samples.csv")
+    sessions = []
+    for f in folders:
+        calls = [json.loads(x) for x in (f / "calls.jsonl").read_text().splitlines()]
+        assert {c["trial"] for c in calls} == {f.name} and len(calls) == 2
+        sessions += {c["session"] for c in calls}
+        assert (group / "calls" / f"{f.name}.jsonl").read_text() == (f / "calls.jsonl").read_text()
+    assert len(set(sessions)) == 2
+    assert trials[0]["t_begin"] < trials[1]["t_end"] and trials[1]["t_begin"] < trials[0]["t_end"]
