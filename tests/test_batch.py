@@ -167,7 +167,8 @@ def place(tmp_path, free_port):
 
 def batch(env, tmp_path, tasks, *more):
     (tmp_path / "list.txt").write_text("\n".join(tasks) + "\n")
-    r = subprocess.run(["bash", "06_run_batch.sh", tmp_path / "list.txt", "summarize-off", "1", *more], cwd=REPO, env=env, capture_output=True, text=True, timeout=250)
+    command = ["bash", "06_run_batch.sh", tmp_path / "list.txt", "summarize-off", "1", *more]
+    r = subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True, timeout=250)
     return r.returncode, r.stderr
 
 
@@ -179,13 +180,15 @@ def test_infrastructure_failures_are_named_retried_at_the_end_and_their_energy_i
         env = place | {"PORT": str(s.port)}
         code, err = batch(env, tmp_path, ["good", "broken"])
         assert code == 3, err
-        assert "1 trial(s) failed for infrastructure reasons: once more" in err and "broken__summarize-off__r1 failed for infrastructure reasons: Harbor reports" in err
+        assert "1 trial(s) failed for infrastructure reasons: once more" in err
+        assert "broken__summarize-off__r1 failed for infrastructure reasons: Harbor reports" in err
         assert "1 of 2 measured, 1 failed, 0 left" in err and "in 1 attempt(s) set aside" in err
         with open(tmp_path / "data/waste.csv") as f:
             rows = list(csv.DictReader(f))
         assert [r["trajectory"] for r in rows] == ["broken__summarize-off__r1"] and float(rows[0]["energy_j"]) > 0
         code, err = batch(env | {"MAX_INFRA_FAILURES": "1"}, tmp_path, ["good", "broken"])
-        assert code == 1 and "1 trials in a row failed for infrastructure reasons (MAX_INFRA_FAILURES), the last, broken__summarize-off__r1: Harbor reports" in err
+        assert code == 1
+        assert "1 trials in a row failed for infrastructure reasons (MAX_INFRA_FAILURES), the last, broken__summarize-off__r1: Harbor reports" in err
         assert "good__summarize-off__r1 (" not in err  # what is measured stays
     assert "Set aside" in (tmp_path / "results/status.html").read_text()
 
