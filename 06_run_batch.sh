@@ -5,7 +5,7 @@
 # energy is waste: DATA_DIR/waste.csv), and the batch stops after MAX_INFRA_FAILURES in a row.
 # Before each trial: disk, port, processes on the GPUs that are not the server's, idle power against the calibration (CHECK_IDLE_S of quiet).
 # CONCURRENCY trajectories at a time share the server and one sampler (DATA_DIR/traj_groups/); the next ones start when all of them have ended.
-# Every DRIFT_EVERY trials the calibration's reference cell runs again (DATA_DIR/batch/drift.csv). RESULTS_DIR/status.html shows how it stands.
+# At the start and every DRIFT_EVERY trials the calibration's reference cell runs again (DATA_DIR/batch/drift.csv). RESULTS_DIR/status.html shows how it stands.
 #
 #   bash 06_run_batch.sh tasks/final.txt "summarize-off summarize-8k" 3
 #   bash 06_run_batch.sh tasks/final.txt summarize-off 1 --dry-run      # the plan, nothing runs
@@ -207,7 +207,7 @@ run_rows() { # rows of the plan, CONCURRENCY at a time; what failed for infrastr
 	local i names before=$ran
 	for ((i = 1; i <= $#; i += CONCURRENCY)); do
 		names=$(for row in "${@:i:CONCURRENCY}"; do name_of "$row"; done)
-		((DRIFT_EVERY == 0 || ran == 0 || ran / DRIFT_EVERY == before / DRIFT_EVERY)) || drift_check
+		((DRIFT_EVERY == 0 || (ran > 0 && ran / DRIFT_EVERY == before / DRIFT_EVERY))) || drift_check
 		before=$ran
 		check_machine "${names//$'\n'/ }"
 		log "$i/$# ${names//$'\n'/ }"

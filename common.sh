@@ -26,8 +26,8 @@ source "$ROOT/config.sh"
 PY=$ROOT/.venv/bin/python
 SERVER_URL=http://127.0.0.1:$PORT
 PROXY_URL=http://127.0.0.1:$PROXY_PORT
-CALIB_DATA=$DATA_DIR/calib
-CALIB_RESULTS=$RESULTS_DIR/calib
+CALIB_DATA=$DATA_DIR/$CALIB_NAME
+CALIB_RESULTS=$RESULTS_DIR/$CALIB_NAME
 TRAJ_DIR=$DATA_DIR/traj
 # Locks and notes of what runs on this machine: where a checkout is shared by several, each needs a folder of its own.
 export TRAJOULE_RUN_DIR=${TRAJOULE_RUN_DIR:-$ROOT/.cache/run}

@@ -16,6 +16,7 @@ source "$PROFILE_FILE"
 PROFILE_NAME=$(basename "$PROFILE_FILE" .sh)
 : "${DATA_DIR=data/$PROFILE_NAME}"       # raw data: calib/, traj/
 : "${RESULTS_DIR=results/$PROFILE_NAME}" # derived: calib/, trials.csv, eval/
+: "${CALIB_NAME=calib}"                  # folder of the calibration in both; nodes that share a checkout need one each
 : "${ORACLE_DIR=$DATA_DIR}"              # oracle_ok.txt, oracle_times.csv
 
 # The server

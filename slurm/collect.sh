@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Puts the tables of all nodes together and evaluates them (slurm/run.sh submits it after the shards).
+# Needs RESULTS_DIR/trials.<node>.csv; leaves RESULTS_DIR/trials.csv and RESULTS_DIR/eval/.
+#
+#   bash slurm/collect.sh
+cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/..}" || exit 1
+# shellcheck source=common.sh
+source common.sh
+need_venv
+tables=("$RESULTS_DIR"/trials.*.csv)
+[[ -e ${tables[0]} ]] || die "no table $RESULTS_DIR/trials.<node>.csv: no shard has aligned anything yet (logs/slurm-*.log say why)"
+"$PY" slurm/nodes.py merge "${tables[@]}" --out "$RESULTS_DIR/trials.csv"
+"$PY" evaluate.py --trials "$RESULTS_DIR/trials.csv" --plan "$TRAJ_DIR/plan.csv" --out "$RESULTS_DIR/eval"

@@ -1,0 +1,82 @@
+"""What the nodes of a cluster leave, sorted and put together.
+
+    python slurm/nodes.py folders --traj data/traj --calib results/calib.node1     # trajectories measured under that calibration, one a line
+    python slurm/nodes.py merge results/trials.node1.csv results/trials.node2.csv --out results/trials.csv
+
+Every trajectory names the calibration that was in force (trial.json, calib_sha256), so that a shard of any earlier run is aligned with the
+calibration of the node that it ran on. `merge` refuses tables with different columns, and trajectories that stand in two of them. Exit code 2: bad input.
+"""
+
+import argparse
+import csv
+import json
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+
+def folders(traj, calib):
+    """Folders of finished trajectories that were measured under the calibration."""
+    import energylib
+
+    wanted = energylib.sha256(Path(calib) / "params.json")
+    found = []
+    for path in sorted(Path(traj).glob("*/trial.json")):
+        try:
+            if json.loads(path.read_text()).get("calib_sha256") == wanted:
+                found.append(path.parent)
+        except ValueError:
+            print(f"nodes: {path} is no JSON; left out", file=sys.stderr)
+    return found
+
+
+def merge(tables, out):
+    """Write the rows of all tables into one, and return their number. Raises ValueError where they do not fit."""
+    rows, where, columns = [], {}, None
+    for table in tables:
+        with open(table, encoding="utf-8-sig", newline="") as f:
+            reader = csv.DictReader(f)
+            columns = columns or reader.fieldnames
+            if reader.fieldnames != columns:
+                raise ValueError(f"{table}: its columns differ from those of {tables[0]}; align all with the same version")
+            for row in reader:
+                name = row["trajectory"]
+                if name in where:
+                    raise ValueError(f"{table}: {name} stands in {where[name]} too; a trajectory belongs to one node")
+                where[name] = table
+                rows.append(row)
+    out = Path(out)
+    tmp = out.with_name(f"{out.name}.tmp{os.getpid()}")
+    with open(tmp, "w", newline="", encoding="utf-8") as f:
+        w = csv.DictWriter(f, columns, lineterminator="\n")
+        w.writeheader()
+        w.writerows(rows)
+    os.replace(tmp, out)
+    return len(rows)
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    sub = p.add_subparsers(dest="what", required=True)
+    q = sub.add_parser("folders")
+    q.add_argument("--traj", required=True)
+    q.add_argument("--calib", required=True)
+    q = sub.add_parser("merge")
+    q.add_argument("tables", nargs="+")
+    q.add_argument("--out", required=True)
+    a = p.parse_args()
+    try:
+        if a.what == "folders":
+            for folder in folders(a.traj, a.calib):
+                print(folder)
+        else:
+            print(f"{merge(a.tables, a.out)} trajectories of {len(a.tables)} table(s) -> {a.out}")
+    except (OSError, ValueError, KeyError) as e:
+        print(f"nodes: {e}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()
