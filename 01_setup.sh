@@ -32,9 +32,8 @@ pythons() {
 			[[ $folder != */shims ]] || printf '%s\n' "${folder%/shims}"/versions/*/bin/python3
 		done
 	} | { grep -v '/shims/' || true; } | while read -r candidate; do
-		"$candidate" -c "import sys, venv; sys.exit(not (${1/./, }) <= sys.version_info[:2] < (${2:-9, 0}))" 2>/dev/null && echo "$candidate"
+		! "$candidate" -c "import sys, venv; sys.exit(not (${1/./, }) <= sys.version_info[:2] < (${2:-9, 0}))" 2>/dev/null || echo "$candidate"
 	done
-	return 0
 }
 
 find_uv() {

@@ -1422,7 +1422,7 @@ def summary(params, out_dir):
     told = [c for c in params["checks"] if c["level"] in ("warning", "refused") or c["check"] in ("append", "linearity", "transports")]
     lines += [""] + [f"{c['level']}: {c['text']}" for c in told]
     lines += ["", f"wrote {out_dir}/params.json, models.csv, calls_energy.csv and figures",
-              f"next: bash 06_run_batch.sh; python3 align_trial.py data/traj/* --calib {out_dir} --out results/trials.csv"]  # fmt: skip
+              f"next: trajectories (06_run_batch.sh), then align_trial.py FOLDER... --calib {out_dir} --out trials.csv"]  # fmt: skip
     return lines
 
 

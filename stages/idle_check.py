@@ -5,8 +5,8 @@
     python stages/idle_check.py --processes --gpus auto --server .cache/run/server-8000.json
 
 Idle power should lie between the calibration's rested power and its power between calls, give or take 3 %; beyond, something else runs or the
-machine has changed. Without a calibration the powers alone are printed. --processes prints those that hold memory on the GPUs in use and are
-neither the server (its note under .cache/run tells which) nor below it; without a note nothing is called foreign.
+machine has changed. Without a calibration, and for estimated powers, they are printed without a verdict. --processes prints those that hold
+memory on the GPUs in use and are neither the server (its note under .cache/run tells which) nor below it; without a note nothing is foreign.
 Exit code: 0 as expected, 4 not (the lines say what), 2 bad input.
 """
 
@@ -48,10 +48,11 @@ def idle(a):
     for d in samples.domains:
         power_w = float(energy.joules[d][0]) / (end - begin)
         shift = compare(power_w, rested.get(d), between.get(d))
-        line = f"idle power {d}: {power_w:.2f} W ({'estimated' if samples.source[d] == 'model' else samples.source[d]})"
+        estimated = samples.source[d] == "model"  # from busy time: noise of a few per cent, and no meter that could show a fault
+        line = f"idle power {d}: {power_w:.2f} W ({'estimated' if estimated else samples.source[d]})"
         if shift is not None:
             line += f", {shift:+.1%} against the calibration"
-        if shift is not None and abs(shift) > TOLERANCE:
+        if shift is not None and abs(shift) > TOLERANCE and not estimated:
             line = f"WARNING: {line}: something else runs, or the machine has changed since; calibrate anew with FORCE=1 bash 03_calibrate.sh"
             code = NOT_AS_EXPECTED
         print(line)

@@ -565,7 +565,7 @@ def test_program_ends_with_a_table_and_the_next_command(tmp_path):
                    "--out-dir", tmp_path / "o", "--bootstrap", 20, "--no-figures", "--model", "m", "--hardware", "h")  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("h, m\n")
-    assert "leave one cell out" in done.stdout and "next: bash 06_run_batch.sh" in done.stdout.splitlines()[-1]
+    assert "leave one cell out" in done.stdout and "next: trajectories (06_run_batch.sh)" in done.stdout.splitlines()[-1]
     assert "no bare idle file" in done.stdout
 
 
