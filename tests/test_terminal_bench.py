@@ -6,99 +6,19 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-REPO = Path(__file__).resolve().parent.parent
-FOLDER = REPO / "evals" / "terminal_bench"
-sys.path.insert(0, str(FOLDER))
+from tests.fakes.bench_place import FOLDER, REPO, Place, until
 
-import runner  # noqa: E402
-
-
-def toml(value):
-    if isinstance(value, dict):
-        return "{ " + ", ".join(f"{k} = {toml(v)}" for k, v in value.items()) + " }"
-    return json.dumps(value)
+import runner  # isort: skip - bench_place knows where it lies
 
 
 @pytest.fixture
 def place(tmp_path, free_port):
     """A folder with a configuration, a cache with a stand-in for Harbor, a PATH with a stand-in for docker."""
     return Place(tmp_path, free_port())
-
-
-class Place:
-    def __init__(self, tmp, port):
-        self.tmp, self.port, self.out = tmp, port, tmp / "out"
-        for folder, name in (("cache/terminal-bench/venv/bin", "harbor"), ("bin", "docker")):
-            (tmp / folder).mkdir(parents=True)
-            script = tmp / folder / name
-            script.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{REPO}/tests/fakes/{name}_cli.py" "$@"\n')
-            script.chmod(0o755)
-        self.env = dict(os.environ) | {
-            "EXECUTORCH_EVAL_CACHE": str(tmp / "cache"),
-            "PATH": f"{tmp / 'bin'}:{os.environ['PATH']}",
-            "DOCKER_FAKE_LOG": str(tmp / "docker.log"),
-        }
-        self.server = {
-            "python": sys.executable, "module": "tests.fakes.session_server", "host": "127.0.0.1", "port": port, "worker_bin": "worker",
-            "model_path": "model.pte", "tokenizer_path": "tok.bin", "hf_tokenizer": "org/name", "model_id": "m", "max_context": 2048,
-            "no_think": True, "tool_parser": "hermes",
-        }  # fmt: skip
-        self.bench = {"agent_host": "127.0.0.1", "server_ready_s": 20, "server_stop_s": 5}
-        self.energy = {}
-        (tmp / "model.pte").write_bytes(b"weights")
-
-    def config(self, faults=None):
-        server = {**self.server, "env": {"PYTHONPATH": str(REPO), "FAULTS": json.dumps(faults or {})}}
-        tables = {"server": server, "terminal_bench": self.bench, "energy": self.energy}
-        path = self.tmp / "c.toml"
-        lines = []
-        for name, table in tables.items():
-            lines += [f"[{name}]", *(f"{k} = {toml(v)}" for k, v in table.items() if v is not None), ""]
-        path.write_text("\n".join(lines))
-        return path
-
-    def start(self, *args, faults=None, harbor=None, docker=None):
-        env = self.env | {"HARBOR_FAKE": json.dumps(harbor or {})} | ({"DOCKER_FAKE": docker} if docker else {})
-        command = [sys.executable, str(FOLDER / "runner.py"), "--config", str(self.config(faults)), "--output", str(self.out), *args]
-        return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-    def run(self, *args, **kw):
-        p = self.start(*args, **kw)
-        out, err = p.communicate(timeout=60)
-        assert not self.left(), self.left()
-        return p.returncode, out, err
-
-    def left(self):
-        """Command lines of processes that belong to this place and live."""
-        found = []
-        for p in Path("/proc").iterdir():
-            if p.name.isdigit() and int(p.name) != os.getpid():
-                try:
-                    line = (p / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                    state = (p / "stat").read_text().rpartition(")")[2].split()[0]
-                except OSError:
-                    continue
-                if state != "Z" and (str(self.tmp) in line or f"--port={self.port}" in line):
-                    found.append(line)
-        return found
-
-    def json(self, name):
-        return json.loads((self.out / name).read_text())
-
-    def docker_log(self):
-        return [json.loads(x) for x in (self.tmp / "docker.log").read_text().splitlines()] if (self.tmp / "docker.log").exists() else []
-
-
-def until(condition, seconds=30):
-    end = time.monotonic() + seconds
-    while not (found := condition()) and time.monotonic() < end:
-        time.sleep(0.05)
-    return found
 
 
 # --- configuration
@@ -226,6 +146,15 @@ def test_affinity_is_a_header_of_every_call(place):
     assert run["harbor"][run["harbor"].index("--agent") + 1] == "mini-swe-agent" and "--plugin" not in run["harbor"]
 
 
+def test_the_run_script_finds_its_environment_or_says_how_to_make_it(place):
+    command = ["bash", str(FOLDER / "run.sh"), "--config", str(place.config()), "--dry-run", "--output", str(place.out)]
+    r = subprocess.run(command, env=place.env, capture_output=True, text=True, timeout=60)
+    assert r.returncode == 2 and "setup.sh" in r.stderr
+    (place.tmp / "cache/terminal-bench/venv/bin/python").symlink_to(sys.executable)
+    r = subprocess.run(command, env=place.env, capture_output=True, text=True, timeout=60)
+    assert (r.returncode, r.stderr) == (0, "")
+
+
 # --- a run
 
 
@@ -252,17 +181,11 @@ def test_a_run_from_server_to_metrics(place):
 
 
 def test_sessions_are_closed_before_the_next_trial_begins(place):
-    """A server with room for one session, four trials one after the other, none refused: 429 would end the run."""
-    place.bench |= {"concurrency": 1, "sessions": True}
-    code, _, err = place.run(faults={"capacity": 1}, harbor={"trials": 4, "calls": 1})
+    """A server with room for one session and two DELETEs that fail, three trials one after the other, none refused: 429 would end the run."""
+    place.bench["sessions"] = True
+    code, _, err = place.run(faults={"capacity": 1, "delete": [503, 503]}, harbor={"trials": 3, "calls": 1})
     assert (code, err) == (0, "")
-    assert place.json("metrics.json")["requests"] == 4
-
-
-def test_a_delete_that_fails_twice_is_repeated(place):
-    place.bench["concurrency"] = 2
-    code, _, err = place.run(faults={"delete": [503, 503]}, harbor={"trials": 1})
-    assert (code, err) == (0, "")
+    assert place.json("metrics.json")["requests"] == 3
 
 
 def test_a_session_that_is_never_closed_stops_the_run(place):
@@ -279,40 +202,52 @@ def test_a_server_without_sessions_is_refused_for_concurrent_trials(place):
     assert code == 1 and "concurrency = 2 needs named sessions" in err and "answered 404" in err
 
 
-def test_one_trial_at_a_time_needs_no_sessions(place):
-    code, _, err = place.run(faults={"no_sessions": True})
-    assert (code, err) == (0, "") and place.json("run.json")["sessions"] == "none"
-
-
 def test_a_foreign_session_fails_the_run(place):
     code, _, err = place.run(faults={"foreign": "intruder"})
     assert code == 1 and "intruder belong to no trial" in err and "no trial made calls under another id" in err
 
 
-def test_calls_without_the_trials_session_fail_the_run(place):
-    code, _, err = place.run(harbor={"anonymous": True})
-    assert code == 1 and "<scratch> belong to no trial" in err and "fix-git__fake0 (" in err
+def write_trial(out, name, ident, calls=1, **result):
+    agent = out / "harbor" / name / "agent"
+    agent.mkdir(parents=True)
+    info = {"exit_status": "Submitted", "model_stats": {"api_calls": calls}, "mini_version": "2.4.6"}
+    (agent / "mini-swe-agent.trajectory.json").write_text(json.dumps({"info": info, "messages": []}))
+    (agent.parent / "result.json").write_text(json.dumps({"id": ident, **result}))
+
+
+def test_sessions_and_trials_must_be_the_same(tmp_path):
+    """A trial that made no call needs no session; one that did and has none called under another id."""
+    write_trial(tmp_path, "a__1", "id-a")
+    write_trial(tmp_path, "b__2", "id-b", calls=0)
+    runner.check_sessions([{"session_id": "id-a"}], tmp_path)
+    with pytest.raises(RuntimeError, match=r"<scratch> belong to no trial, a__1 \(id-a\) made calls under another id"):
+        runner.check_sessions([{"session_id": "<scratch>"}], tmp_path)
+    with pytest.raises(RuntimeError, match="intruder belong to no trial, no trial made calls"):
+        runner.check_sessions([{"session_id": "id-a"}, {"session_id": "intruder"}], tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("harbor", "says"),
-    [
-        ({"rc": 3}, "Harbor ended with 3"),
-        ({"trials": 2, "incomplete": True}, "1 of 2 trials completed, 0 with errors"),
-        ({"trials": 2, "errored": 1}, "2 of 2 trials completed, 1 with errors"),
-        ({"trials": 0}, "Harbor ran no trial"),
-    ],
+    ("total", "done", "errored", "says"),
+    [(2, 1, 0, "1 of 2 trials completed, 0 with errors"), (2, 2, 1, "2 of 2 trials completed, 1 with errors"), (0, 0, 0, "Harbor ran no trial")],
 )
-def test_what_harbor_did_not_finish_fails_the_run_after_the_summary(place, harbor, says):
-    code, out, err = place.run(harbor=harbor)
-    assert code == 1 and says in err
-    assert out.count("tool_calls=2") == harbor.get("trials", 1)
-    assert place.json("metrics.json")["requests"] == 2 * harbor.get("trials", 1)
+def test_every_trial_must_be_completed_without_error(tmp_path, total, done, errored, says):
+    (tmp_path / "harbor").mkdir()
+    job = {"n_total_trials": total, "stats": {"n_completed_trials": done, "n_errored_trials": errored}}
+    (tmp_path / "harbor" / "result.json").write_text(json.dumps(job))
+    with pytest.raises(RuntimeError, match=says):
+        runner.check_job(tmp_path)
 
 
-def test_a_trial_with_an_error_is_named_by_it(place):
-    _, out, _ = place.run(harbor={"errored": 1})
+def test_harbors_failure_comes_after_summaries_and_metrics(place):
+    code, out, err = place.run(harbor={"rc": 3, "trials": 2, "errored": 1})
+    assert code == 1 and "Harbor ended with 3" in err and "harbor.log" in err
     assert "fix-git__fake0: error=EnvironmentStartTimeoutError, agent_exit=Submitted, tool_calls=2" in out
+    assert "fix-git__fake1: reward=0.0, agent_exit=Submitted, tool_calls=2" in out
+    assert place.json("metrics.json")["requests"] == 4 and place.json("run.json")["harbor_exit"] == 3
+
+
+def test_a_trial_without_a_trajectory_is_unknown(tmp_path):
+    assert runner.summary_line(tmp_path, {}) == f"{tmp_path.name}: reward=none, agent_exit=unknown, tool_calls=unknown"
 
 
 def test_no_request_counted_fails_the_run(place):
@@ -321,10 +256,14 @@ def test_no_request_counted_fails_the_run(place):
 
 
 def test_a_prompt_without_room_for_its_answer_fails_the_run(place):
-    place.bench["max_output_tokens"] = 1024
-    code, _, err = place.run(harbor={"prompt": 4200})  # 1051 tokens, and 1024 more, in a context of 2048
-    assert code == 1 and "2 of 2 requests had no room for max_output_tokens" in err
-    assert place.json("metrics.json")["context_violations"] == 2
+    """A context of 2048 and answers of up to 512: a prompt of 1537 tokens is one too long."""
+    run = runner.Run(runner.load_config(place.config()), place.out)
+    turns = [dict.fromkeys(runner.SUMS, 0) | {"session_id": "s", "prompt_tokens": n} for n in (1536, 1537)]
+    metrics = runner.turn_metrics(turns, 0, run.config)
+    assert metrics["context_violations"] == 1 and metrics["peak_prompt_tokens"] == 1537
+    with pytest.raises(RuntimeError, match="1 of 2 requests had no room for max_output_tokens"):
+        run.verdict(metrics)
+    run.verdict(runner.turn_metrics(turns[:1], 0, run.config))
 
 
 @pytest.mark.parametrize(("cut", "counted"), [(False, 2), (True, 1)])
@@ -340,29 +279,43 @@ def test_an_unterminated_last_line_counts_when_it_is_whole(tmp_path, cut, counte
     assert {t["completion_tokens"] for t in turns} == {128}
 
 
-def test_a_server_that_leaves_its_line_open_is_counted_right(place):
-    code, _, err = place.run(faults={"torn": True}, harbor={"calls": 1})
-    assert (code, err) == (0, "") and place.json("metrics.json")["requests"] == 1
+def completion(**changes):
+    return {"object": "chat.completion", "choices": [{"message": {"role": "assistant"}}], "usage": {"completion_tokens": 1}} | changes
 
 
 @pytest.mark.parametrize(
-    ("faults", "says"),
+    ("answer", "says"),
     [
-        ({"answer": "not json"}, "the answer is no JSON object"),
-        ({"answer": {"object": "error"}}, "object is 'error', expected 'chat.completion'"),
-        (
-            {"answer": {"object": "chat.completion", "choices": [{"message": {"role": "assistant"}}], "usage": {"completion_tokens": 0}}},
-            "usage.completion_tokens is 0, expected 1 or more",
-        ),
-        ({"answer": {"object": "chat.completion", "choices": [{"message": {"role": "user"}}]}}, "choices[0].message is no assistant's"),
-        ({"status": 500}, "curl in the container ended with 22"),
+        ("not json", "the answer is no JSON object"),
+        ("[]", "the answer is no JSON object"),
+        (completion(object="error"), "object is 'error', expected 'chat.completion'"),
+        (completion(usage={"completion_tokens": 0}), "usage.completion_tokens is 0, expected 1 or more"),
+        (completion(usage=None), "usage.completion_tokens is None"),
+        (completion(choices=[]), "choices[0].message is no assistant's"),
+        (completion(choices=[{"message": {"role": "user"}}]), "choices[0].message is no assistant's"),
+        (completion(), None),
     ],
 )
-def test_a_preflight_without_a_completion_is_one_line_with_the_files(place, faults, says):
-    code, _, err = place.run(faults=faults)
-    assert code == 1 and len(err.splitlines()) == 1
-    assert says in err and "connection.json" in err and "connection.log" in err and "server.log" in err
-    assert "--jobs-dir" not in (place.out / "harbor.log").read_text()
+def test_a_preflight_wants_a_completion_and_names_its_files(place, monkeypatch, answer, says):
+    monkeypatch.setenv("PATH", place.env["PATH"])
+    monkeypatch.setenv("DOCKER_FAKE_LOG", place.env["DOCKER_FAKE_LOG"])
+    run = runner.Run(runner.load_config(place.config()), place.out)
+    place.out.mkdir()
+    run.record = {"probe": ["printf", "%s", answer if isinstance(answer, str) else json.dumps(answer)]}
+    if says is None:
+        run.preflight()
+    else:
+        with pytest.raises(RuntimeError) as e:
+            run.preflight()
+        for part in (says, "connection.json", "connection.log", "server.log"):
+            assert part in str(e.value)
+    assert ["rm", "--force", runner.probe_name()] in place.docker_log()
+
+
+def test_a_refused_preflight_starts_no_harbor(place):
+    code, _, err = place.run(faults={"status": 500})
+    assert code == 1 and len(err.splitlines()) == 1 and "curl in the container ended with 22" in err
+    assert (place.out / "harbor.log").read_text() == "" and not (place.out / "harbor").exists()
     assert place.json("metrics.json")["requests"] == 0
 
 
@@ -458,6 +411,7 @@ def test_a_server_without_turn_lines_is_counted_by_the_proxy(place, free_port):
     assert metrics["source"] == "calls" and metrics["requests"] == 2 and metrics["failed_requests"] == 0
     assert metrics["prompt_tokens"] == 22 and metrics["completion_tokens"] == 8 and metrics["reused_prompt_tokens"] == 2
     assert metrics["prefill_ms"] is None  # not streamed: when the first token came is not known
+    assert place.json("run.json")["sessions"] == "none"  # one trial at a time needs none
 
 
 def test_measured_trials_become_trajectories(place, free_port):
@@ -473,6 +427,41 @@ def test_measured_trials_become_trajectories(place, free_port):
         row = align_trial.align(folder)
         assert row["calls"] == 2 and row["model_s"] > 0 and row["cpu_total_j"] > 0 and row["cpu_source"] == "estimated"
         assert row["agent"] == "mini-swe-agent" and row["trajectory"] == folder.name
+
+
+def mini_trajectory(agent, t0, cut=None, steps=3):
+    """mini-SWE-agent's file after `steps` steps: replies at t0 + 1, 4, 7 … and their commands done 2 s later."""
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    for n in range(steps):
+        reply = {"actions": [{"command": f"step {n}", "tool_call_id": "c"}], "timestamp": t0 + 1 + 3 * n}
+        messages.append({"role": "assistant", "content": "", "tool_calls": [{}], "extra": reply})
+        messages.append({"role": "tool", "content": "out", "extra": {"returncode": 0, "timestamp": t0 + 3 + 3 * n}})
+    text = json.dumps({"info": {"exit_status": "", "model_stats": {"api_calls": steps}}, "messages": messages}, indent=2)
+    (agent / "mini-swe-agent.trajectory.json").write_text(text[: text.index(cut)] if cut else text)
+
+
+@pytest.mark.parametrize(
+    ("cut", "calls", "spans", "flags"),
+    [
+        (None, 3, [(1, 3), (4, 6), (7, 9)], set()),
+        (None, 4, [(1, 3), (4, 6), (7, 9), (10, 20)], {"command_open"}),  # stopped in a fourth command, before its step was written
+        ('"step 2"', 3, [(1, 3), (4, 6), (7, 20)], {"command_open", "trajectory_damaged"}),  # killed while the file was written
+    ],
+)
+def test_commands_of_mini_swe_agent_begin_and_end_by_its_own_file(tmp_path, cut, calls, spans, flags):
+    import align_trial
+
+    t0 = 1_700_000_000.0
+    mini_trajectory(tmp_path, t0, cut)
+    wire = [{"start": t0 + 3 * n, "end": t0 + 1 + 3 * n, "ok": True, "kind": "agent"} for n in range(calls)]
+    found, said = align_trial.commands_from_mini_swe(tmp_path / "mini-swe-agent.trajectory.json", wire, t0, t0 + 20)
+    assert [(c["start"] - t0, c["end"] - t0) for c in found] == spans and said == flags
+
+
+def test_without_its_file_nothing_is_claimed(tmp_path):
+    import align_trial
+
+    assert align_trial.commands_from_mini_swe(tmp_path / "mini-swe-agent.trajectory.json", [], 0, 1) == (None, set())
 
 
 def test_no_counter_to_read_is_said_before_the_server_starts(place, free_port):

@@ -40,7 +40,7 @@ class PreinstalledAgent(SessionAgent):
             )
 
     def get_version_command(self):
-        return "mini-swe-agent --help >/dev/null 2>&1; pip show mini-swe-agent 2>/dev/null | grep ^Version"
+        return "MSWEA_CONFIGURED=true mini-swe-agent --help 2>&1 | grep -o 'version [0-9][0-9.]*[0-9]' | head -n 1"
 
 
 class CloseSessions(BaseJobPlugin):

@@ -404,6 +404,14 @@ def digest(path):
     return {"path": str(path), "bytes": total, "sha256": one.hexdigest() if path.is_file() else folder.hexdigest()}
 
 
+def recorded(server):
+    """[server] as it stands in run.json: credentials in its environment are hidden."""
+    shown = {k: v for k, v in server.items() if k != "proxied"}
+    if "env" in shown:
+        shown["env"] = {k: "[hidden]" if re.search(r"TOKEN|KEY|SECRET|PASSWORD", k.upper()) else v for k, v in shown["env"].items()}
+    return shown
+
+
 def hub_revision(name):
     """{hub, revision} of a model in the Hugging Face cache of this machine, None when it is not there."""
     home = Path(os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser() / "hub")
@@ -676,6 +684,12 @@ def agent_trajectory(folder):
     return (trajectory.get("info") or {}).get("exit_status") or "unknown", calls
 
 
+def agent_versions(out):
+    """What the agents themselves say about their version, None when none wrote a trajectory."""
+    found = {((read_json(p) or {}).get("info") or {}).get("mini_version") for p in out.glob("harbor/*/agent/mini-swe-agent.trajectory.json")}
+    return ", ".join(sorted(found - {None})) or None
+
+
 def summary_line(folder, result):
     exit_status, tool_calls = agent_trajectory(folder)
     exception = (result.get("exception_info") or {}).get("exception_type")
@@ -821,7 +835,7 @@ class Run:
         (self.out / "source.diff").write_bytes(git("diff", "HEAD") or b"")
         revision = git("rev-parse", "HEAD")
         self.record = {
-            "config": {**self.config, "server": {k: v for k, v in self.server.items() if k != "proxied"}},
+            "config": {**self.config, "server": recorded(self.server)},
             "revision": revision.decode().strip() if revision else None,
             "server": server_argv(self.server),
             "harbor": harbor_argv(self.config, self.out, host),
@@ -999,8 +1013,9 @@ class Run:
             print(summary_line(folder, result), flush=True)
         metrics = self.metrics()
         write_json(self.out / "metrics.json", metrics)
-        if self.record:
-            self.write_record()
+        if told := agent_versions(self.out):
+            self.record["versions"]["mini-swe-agent"] = told
+        self.write_record()
         if self.energy["enabled"] and self.offset is not None:
             folders = write_trajectories(self.out, self.config, self.record, interrupted)
             if folders:

@@ -1,7 +1,7 @@
 """Stands in for `harbor run` where Harbor itself is not under test: the same arguments, the same files, real calls to the server.
 
 Each trial makes `calls` model calls with the trial's UUID as the runner's agent would, then its session is closed as the plugin's END hook does. HARBOR_FAKE
-(environment, JSON): trials N, calls N, rc N, errored N, incomplete true, hang true, anonymous true (no session header), prompt N characters.
+(environment, JSON): trials N, calls N, rc N, errored N, hang true, prompt N characters, deadline_s of a session's close.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def trial(a, url, number, close):
     folder = Path(a.jobs_dir) / a.job_name / name
     (folder / "agent").mkdir(parents=True)
     headers = {"X-Session-ID": f"{name}__agent"}
-    if os.environ.get("TRAJOULE_SESSIONS") == "trial" and not PLAN.get("anonymous"):
+    if os.environ.get("TRAJOULE_SESSIONS") == "trial":
         headers["x-session-affinity"] = ident
     begin = now()
     messages = []
@@ -75,8 +75,7 @@ def main():
         time.sleep(600)
     with ThreadPoolExecutor(int(a.n_concurrent)) as pool:
         list(pool.map(lambda n: trial(a, url, n, close), range(PLAN["trials"])))
-    done = PLAN["trials"] - bool(PLAN.get("incomplete"))
-    job = {"n_total_trials": PLAN["trials"], "stats": {"n_completed_trials": done, "n_errored_trials": PLAN["errored"]}}
+    job = {"n_total_trials": PLAN["trials"], "stats": {"n_completed_trials": PLAN["trials"], "n_errored_trials": PLAN["errored"]}}
     (job_dir / "result.json").write_text(json.dumps(job))
     sys.exit(PLAN["rc"])
 
