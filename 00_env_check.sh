@@ -3,7 +3,8 @@
 # command that mends it. Changes nothing.
 #
 #   bash 00_env_check.sh
-#   bash 00_env_check.sh --settings     # every setting in force
+#   bash 00_env_check.sh --settings           # every setting in force
+#   bash 00_env_check.sh --tasks tasks/tb2.txt  # also what these tasks need: images, network of their verifiers, memory, time
 #
 # Exit code: 0 everything that the profile needs is there, 1 something is missing.
 source "$(dirname "$0")/common.sh"
@@ -11,6 +12,12 @@ source "$(dirname "$0")/common.sh"
 if [[ ${1:-} == --settings ]]; then
 	sed -nE 's/^: "\$\{([A-Z_0-9]+)=.*/\1/p' config.sh | while read -r name; do printf '%s=%q\n' "$name" "${!name}"; done
 	exit 0
+fi
+TASK_LIST=
+if [[ ${1:-} == --tasks ]]; then
+	TASK_LIST=${2:-}
+	[[ -r $TASK_LIST ]] || die "--tasks '$TASK_LIST': no such task list" 2
+	shift 2
 fi
 [[ $# -eq 0 ]] || die "unknown argument '$1' (see --help)" 2
 
@@ -107,6 +114,18 @@ fi
 governor=$(cat /sys/devices/system/cpu/cpu0/cpufreq/scaling_governor 2>/dev/null || true)
 [[ -z $governor || $governor == performance ]] || note "CPU frequency governor '$governor': runs repeat better with performance"
 ((gpus == 0)) || [[ $(nvidia-smi --query-gpu=persistence_mode --format=csv,noheader 2>/dev/null | sort -u) == Enabled ]] || note "persistence mode is off: idle power is steadier with \`sudo nvidia-smi -pm 1\`"
+
+if [[ -n $TASK_LIST ]]; then
+	echo "tasks of $TASK_LIST"
+	need_venv
+	while IFS=$'\t' read -r level text way; do
+		case $level in
+		missing) missing "$text" "$way" ;;
+		note) note "$text" ;;
+		ok) ok "$text" ;;
+		esac
+	done < <("$PY" stages/datasets.py check "$TASK_LIST" --tasks-dir "$TASKS_DIR" --registry "$TASK_REGISTRY" --deadline "$TRIAL_DEADLINE_S" || true)
+fi
 
 if ((MISSING)); then
 	echo "$MISSING thing(s) missing for profile $PROFILE"

@@ -38,7 +38,7 @@ adapter wait --timeout 10 || die "no model server at $SERVER_URL: start it with 
 model=$(adapter model)
 read -r SERVED CONTEXT <<<"$model"
 [[ $CONTEXT != - ]] || CONTEXT=$MAX_MODEL_LEN
-"$PY" stages/trial.py prepare --dir "$DIR" --task "$TASK" --tasks-dir "$TASKS_DIR" --policy "$POLICY" --rep "$REP" --mode "$MODE" \
+"$PY" stages/trial.py prepare --dir "$DIR" --task "$TASK" --tasks-dir "$TASKS_DIR" --registry "$TASK_REGISTRY" --policy "$POLICY" --rep "$REP" --mode "$MODE" \
 	--recording "$RECORDING" --model "$SERVED" --context "$CONTEXT" --profile "$PROFILE" --environment "$(environment_kind)" \
 	--server-kind "$SERVER_KIND" --server-version "$(adapter version || echo -)" --proxy-url "$PROXY_URL" --temperature "$TEMPERATURE" \
 	--max-turns "$MAX_TURNS" --max-output-tokens "$MAX_OUTPUT_TOKENS" --agent-timeout "$AGENT_TIMEOUT_S" --llm-timeout "$LLM_TIMEOUT_S" \

@@ -3,6 +3,7 @@
 # model server. Resumable: a task with a row in oracle_times.csv is not run again (RETRY=1: those that failed are; FORCE=1: all).
 #
 #   bash 05_oracle_check.sh tasks/local.txt
+#   echo terminal-bench@2.0 >tasks/tb2.txt && bash 05_oracle_check.sh tasks/tb2.txt     # a whole data set; stages/datasets.py --help: what a line may be
 #   ORACLE_JOBS=8 bash 05_oracle_check.sh tasks/tb2.txt
 #   FORCE=1 ENVIRONMENT=local_env bash 05_oracle_check.sh tasks/local.txt
 #
@@ -18,7 +19,7 @@ measuring_lock # the solutions would be in another stage's counters
 [[ -z ${FORCE:-} ]] || rm -f "$TIMES" "$OK"
 export OPENAI_API_KEY=unused
 code=0
-supervise -- "$PY" stages/oracle.py --list "$1" --tasks-dir "$TASKS_DIR" --jobs "$ORACLE_JOBS" --environment "$(environment_kind)" \
+supervise -- "$PY" stages/oracle.py --list "$1" --tasks-dir "$TASKS_DIR" --registry "$TASK_REGISTRY" --jobs "$ORACLE_JOBS" --environment "$(environment_kind)" \
 	--folder "$DATA_DIR/oracle" --times "$TIMES" --ok "$OK" --deadline "$TRIAL_DEADLINE_S" ${RETRY:+--retry} >&2 || code=$?
 ((code != 130 && code != 143)) || die "interrupted; the same command goes on" "$code"
 ((code == 0)) || die "the check failed (exit $code)" "$code"

@@ -62,6 +62,7 @@ PROFILE_NAME=$(basename "$PROFILE_FILE" .sh)
 : "${REPLAY_WORDS=0}"        # 1: with putback, the server writes only words that survive being put back (vLLM; for random weights)
 : "${ENVIRONMENT=auto}"      # docker, local_env (Linux namespaces), auto: docker when an engine answers
 : "${TASKS_DIR=tasks/local}" # where a bare task name is looked up
+: "${TASK_REGISTRY=}"        # where data sets such as terminal-bench@2.0 are looked up: a JSON file or URL; empty: Harbor's registry
 : "${RECORDINGS_DIR=tasks/recordings}"
 : "${TEMPERATURE=}"           # empty: the model's default
 : "${MAX_TURNS=}"             # empty: no limit but the task's time

@@ -4,8 +4,9 @@
 
 A row is written as soon as its task ends; a task that has one for this environment is not run again (--retry: those that failed are).
 Columns: task, ok, reason, reward, wall_s, pull_s, build_s (of the image), setup_s (start of the environment without them), solve_s, verify_s,
-environment, checked (UTC), detail. `reason` says why a task does not work here: dataset (not found), pull, build, setup (of the environment),
-agent, verifier, timeout, network, wrong (the reference solution is judged wrong), harbor; `detail` is what was said about it, in a line.
+environment, checked (UTC), image (digest of a prebuilt one), detail. `reason` says why a task does not work here: dataset (not found), pull,
+build, setup (of the environment), agent, verifier, timeout, network, wrong (the reference solution is judged wrong), harbor; `detail` is what
+was said about it, in a line.
 """
 
 import argparse
@@ -23,9 +24,9 @@ from pathlib import Path
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # in place of this folder, whose files are no packages
-from stages import plan, trial  # noqa: E402
+from stages import datasets, plan, trial  # noqa: E402
 
-FIELDS = [*["task", "ok", "reason", "reward", "wall_s", "pull_s", "build_s", "setup_s", "solve_s", "verify_s", "environment", "checked"], "detail"]
+FIELDS = [*["task", "ok", "reason", "reward", "wall_s", "pull_s", "build_s", "setup_s", "solve_s", "verify_s", "environment", "checked"], "image", "detail"]
 # What programs say when the network is the trouble, rather than the task. A refused connection is not among them: tasks have servers of their own.
 NETWORK = re.compile(
     r"could not resolve|temporary failure (?:in name resolution|resolving)|name or service not known|network is unreachable|no such host"
@@ -129,7 +130,7 @@ async def run_one(task, a):
     folder.mkdir(parents=True)
     reason = None
     try:
-        name, task_part = trial.find_task(task, a.tasks_dir)
+        name, task_part = trial.find_task(task, a.tasks_dir, a.registry)
         environment = "stages.oracle_env:TimedDocker" if a.environment == "docker" else "local_env:LocalEnvironment"
         job = JobConfig(job_name="harbor", jobs_dir=folder, agents=[{"name": "oracle"}], environment={"import_path": environment}, **task_part)
         reason = "dataset"
@@ -156,7 +157,7 @@ async def run_one(task, a):
         "reward": (((result or {}).get("verifier_result") or {}).get("rewards") or {}).get("reward"), "pull_s": pull, "build_s": build,
         "setup_s": None if setup is None else round(max(setup - (pull or 0) - (build or 0), 0), 3),
         "solve_s": seconds((result or {}).get("agent_execution")), "verify_s": seconds((result or {}).get("verifier")),
-        "checked": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"), "detail": " ".join(detail.split())[:300],
+        "checked": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"), "image": (docker or {}).get("image"), "detail": " ".join(detail.split())[:300],
     }  # fmt: skip
 
 
@@ -186,6 +187,7 @@ def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--list", required=True)
     p.add_argument("--tasks-dir", default="tasks/local")
+    p.add_argument("--registry", default="", help="where data sets are looked up; empty: Harbor's own registry")
     p.add_argument("--jobs", type=int, default=1)
     p.add_argument("--environment", choices=["docker", "local_env"], required=True)
     p.add_argument("--folder", required=True, help="Harbor's folders go here, one a task")
@@ -195,7 +197,7 @@ def main():
     p.add_argument("--retry", action="store_true", help="run those again that failed")
     a = p.parse_args()
     try:
-        tasks = plan.read_list(a.list)
+        tasks = datasets.expand(plan.read_list(a.list), a.tasks_dir, a.registry)
     except (OSError, ValueError) as e:
         print(f"oracle: {e}", file=sys.stderr)
         sys.exit(2)

@@ -1,10 +1,18 @@
 """Harbor's Docker environment that notes how long pull and build took (docker.json in the trial's folder), apart from the start."""
 
+import asyncio
 import time
 
 from harbor.environments.docker.docker import DockerEnvironment
 
 import energylib
+
+
+async def digest(image):
+    """name@sha256:… of an image that a registry served, its own id when it is of this machine."""
+    form = "{{if .RepoDigests}}{{index .RepoDigests 0}}{{else}}{{.Id}}{{end}}"
+    p = await asyncio.create_subprocess_exec("docker", "image", "inspect", "--format", form, image, stdout=asyncio.subprocess.PIPE)
+    return (await p.communicate())[0].decode().strip() or None
 
 
 class TimedDocker(DockerEnvironment):
@@ -25,4 +33,6 @@ class TimedDocker(DockerEnvironment):
             return result
         finally:
             note = {"phase": phase, "seconds": round(time.monotonic() - begin, 3), "failed": failed is not None}
+            if phase == "pull" and not failed:
+                note["image"] = await digest(self.task_env_config.docker_image)
             energylib.write_json_atomic(self.trial_paths.trial_dir / "docker.json", note)

@@ -16,6 +16,7 @@ import fcntl
 import json
 import os
 import random
+import re
 import sys
 from pathlib import Path
 
@@ -32,6 +33,14 @@ def read_list(path):
     twice = {n for n in names if names.count(n) > 1}
     if twice:
         raise ValueError(f"{path}: {', '.join(sorted(twice))} stand(s) there more than once")
+    return tasks
+
+
+def single(tasks, path):
+    """The tasks, which must be one each. Raises ValueError for a whole data set or folder of tasks."""
+    for t in tasks:
+        if re.fullmatch(r"[^@]+@[^/]+", t) or (Path(t).is_dir() and not Path(t, "task.toml").exists()):
+            raise ValueError(f"{path}: '{t}' is many tasks; 05_oracle_check.sh writes those that work here, one a line, to oracle_ok.txt")
     return tasks
 
 
@@ -117,7 +126,7 @@ def read_plan(path):
 def extend(a):
     """Append to the plan what it lacks of the wanted rows; returns {key: what its folder holds} of these."""
     known = read_plan(a.plan)
-    wanted = make(read_list(a.list), a.policies.split(), a.reps, a.mode, a.seed, a.recordings) if a.list else known
+    wanted = make(single(read_list(a.list), a.list), a.policies.split(), a.reps, a.mode, a.seed, a.recordings) if a.list else known
     check_same(wanted, known, a.plan)
     done = {key(r): measured(a.plan.parent / "{}__{}__r{}".format(*key(r)), r["mode"], r["recording"]) for r in wanted}
     have = {key(r) for r in known}

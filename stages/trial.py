@@ -28,7 +28,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from stages import plan  # noqa: E402
+from stages import datasets, plan  # noqa: E402
 
 DEFAULT_FREE_TOKENS = 8000  # Terminus-2's own threshold
 ROOM_TOKENS = 2048  # a summary itself needs this much beyond the history that triggers it
@@ -61,14 +61,15 @@ def policy_kwargs(policy, context):
     return {"enable_summarize": True, "proactive_summarization_threshold": context - history}
 
 
-def find_task(task, tasks_dir):
-    """(name, part of Harbor's job configuration) of a task: a folder, a name in tasks_dir, or DATASET@VERSION/NAME."""
+def find_task(task, tasks_dir, registry=""):
+    """(name, part of Harbor's job configuration) of a task: a folder, a name in tasks_dir, or DATASET@VERSION/NAME (looked up in `registry`)."""
     for folder in (Path(task), Path(tasks_dir) / task):
         if (folder / "task.toml").is_file():
             return folder.resolve().name, {"tasks": [{"path": str(folder.resolve())}]}
-    m = re.fullmatch(r"([\w./-]+)@([\w.-]+)/([\w.-]+)", task)
-    if m:
-        return m[3], {"datasets": [{"name": m[1], "version": m[2], "task_names": [m[3]]}]}
+    whole, _, name = task.rpartition("/")
+    part = datasets.dataset(whole, registry, name)
+    if part and name:
+        return name, {"datasets": [part]}
     known = sorted(p.parent.name for p in Path(tasks_dir).glob("*/task.toml"))
     raise BadInput(
         f"task '{task}' is no folder with a task.toml, not in {tasks_dir} ({', '.join(known) or 'empty'}), "
@@ -132,7 +133,7 @@ def package_versions():
 def prepare(a):
     import energylib
 
-    name, task_part = find_task(a.task, a.tasks_dir)
+    name, task_part = find_task(a.task, a.tasks_dir, a.registry)
     recording = None
     if a.mode == "replay":
         try:
@@ -250,6 +251,7 @@ def main():
         ("dir", str),
         ("task", str),
         ("tasks-dir", str),
+        ("registry", str),
         ("policy", str),
         ("rep", int),
         ("mode", str),

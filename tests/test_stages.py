@@ -153,7 +153,7 @@ def finished(tmp_path, harbor_exit, result=None, **more):
     (folder / "request.json").write_text(json.dumps({"schema": 1, "trajectory": folder.name}))
     if result is not None:
         (folder / "harbor" / "t__x" / "result.json").write_text(result if isinstance(result, str) else json.dumps(result))
-    a = dict(dir=folder, harbor_exit=harbor_exit, deadline=9.0, t_begin=1.0, t_end=2.0, server_down=False, calib=None) | more
+    a = dict(dir=folder, harbor_exit=harbor_exit, deadline=9.0, t_begin=1.0, t_end=2.0, server_down=False, broken=None, calib=None) | more
     code = trial.finish(type("A", (), a))
     return code, json.loads((folder / "trial.json").read_text())
 
@@ -188,6 +188,11 @@ def test_infrastructure_failures_exit_with_3_and_a_reason(tmp_path, harbor_exit,
     assert code == 3
     assert t["ended"] == ended
     assert t["reason"]
+
+
+def test_a_trial_whose_sampler_died_is_an_infrastructure_failure(tmp_path):
+    code, t = finished(tmp_path, 0, GOOD, broken="the sampler ended badly (exit 137)")
+    assert (code, t["ended"], t["reason"]) == (3, "harness_failed", "the sampler ended badly (exit 137)")
 
 
 # ---- plans
