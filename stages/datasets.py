@@ -94,7 +94,7 @@ def one_folder(task, tasks_dir, registry):
     try:
         return asyncio.run(fetch())
     except Exception as e:  # noqa: BLE001
-        raise ValueError(f"{task} cannot be fetched: {e}; without a network take a folder of its tasks (git clone elsewhere)") from e
+        raise ValueError(f"cannot be fetched: {e}; without a network take a folder of its tasks (git clone elsewhere)") from e
 
 
 def needs(folder):
