@@ -414,6 +414,10 @@ def read_trials(path):
         name = sorted(set(frame.loc[again, "trajectory"]))[0]
         raise InputError(f"{path}: trajectory {name} stands in the table more than once with different numbers; keep the row that is right")
     frame["rep"] = [re.sub(r"^r", "", r) for r in frame["rep"]]
+    double = frame.duplicated(["task", "policy", "rep", "mode"])
+    if double.any():
+        name = min(frame.loc[double, "trajectory"])
+        notes.append(f"{int(double.sum())} row(s) repeat the task, policy, repetition and mode of another, such as {name}; each counts as an attempt")
     frame["behaviour"] = [behaviour(m, s) for m, s in zip(frame["mode"], frame["recording_source"], strict=True)]
     # A total without energy must not look like a group of its own with no energy in it.
     frame["total_domains"] = [
@@ -455,13 +459,22 @@ def add_missing(trials, plan):
     plan = plan.copy()
     known = set(trials["task"])  # a plan may name a task by its folder, a trajectory by its name
     plan["task"] = [t if t in known else Path(t).name or t for t in plan["task"]]
-    have = set(map(tuple, trials[key].to_numpy()))
+    rows = list(map(tuple, trials[key].to_numpy()))
+    have = set(rows)
     missing = [i for i, row in enumerate(plan[key].to_numpy()) if tuple(row) not in have]
     planned = set(map(tuple, plan[key].to_numpy()))
     notes = []
-    unplanned = sum(k not in planned for k in map(tuple, trials[key].to_numpy()))
+    unplanned = [k for k in rows if k not in planned]
     if unplanned:
-        notes.append(f"{unplanned} row(s) of the table are not in the plan; they count as planned too")
+        notes.append(f"{len(unplanned)} row(s) of the table are not in the plan; they count as planned too")
+    runs = {k[:3] for k in planned}
+    other_mode = [k for k in unplanned if k[:3] in runs]
+    if other_mode:
+        task, policy, rep, mode = min(other_mode)
+        notes.append(
+            f"{len(other_mode)} row(s) ran in another mode than planned, such as {task}, {policy}, repetition {rep}: found {mode}; "
+            "what was planned counts as missing unless it ran too"
+        )
     if not missing:
         return trials, notes
     sources = {r.split("@")[0]: s for r, s in zip(trials["recording"], trials["recording_source"], strict=True) if s}

@@ -57,14 +57,6 @@ def test_clopper_pearson_upper_limits(successes, n, upper):
     assert ev.clopper_pearson_lower(n - successes, n) == pytest.approx(1 - upper, abs=5e-6)
 
 
-def test_beta_and_t_agree_with_scipy():
-    scipy = pytest.importorskip("scipy.stats", reason="SKIPPED: no scipy here, the quantiles are checked against tabled values only")
-    for a, b, p in itertools.product((0.5, 1, 3, 40), (0.5, 2, 17, 300), (0.001, 0.05, 0.5, 0.95)):
-        assert ev.beta_quantile(p, a, b) == pytest.approx(scipy.beta.ppf(p, a, b), rel=1e-8, abs=1e-12)
-    for df in (1, 2, 5, 19, 200):
-        assert ev.t_cdf(1.3, df) == pytest.approx(scipy.t.cdf(1.3, df), abs=1e-12)
-
-
 # -------------------------------------------------------------------------------------------------- intervals
 
 
@@ -372,7 +364,85 @@ def test_shares_add_up_and_match_the_table(tmp_path):
     assert float(whole["model_share"]) == pytest.approx(model)
 
 
+# ------------------------------------------------------------------------------------ against scipy, where it is
+
+
+@pytest.fixture(scope="module")
+def scipy():
+    pytest.importorskip("scipy", reason="SKIPPED: no scipy here, nothing independent has checked the statistics")
+    import scipy.optimize
+    import scipy.stats
+
+    return scipy
+
+
+def test_quantiles_and_exact_limits_agree_with_scipy(scipy):
+    for a, b, p in itertools.product((0.5, 1, 3, 40), (0.5, 2, 17, 300), (0.001, 0.05, 0.5, 0.95)):
+        assert ev.beta_quantile(p, a, b) == pytest.approx(scipy.stats.beta.ppf(p, a, b), rel=1e-8, abs=1e-12)
+    for df in (1, 2, 5, 19, 200):
+        assert ev.t_cdf(1.3, df) == pytest.approx(scipy.stats.t.cdf(1.3, df), abs=1e-12)
+    for k, n in ((0, 5), (1, 5), (3, 40), (40, 40)):  # one-sided 95 % limits are those of a two-sided 90 % interval
+        exact = scipy.stats.binomtest(k, n).proportion_ci(confidence_level=0.9, method="exact")
+        assert (ev.clopper_pearson_lower(k, n), ev.clopper_pearson_upper(k, n)) == pytest.approx((exact.low, exact.high), abs=1e-9)
+
+
+def test_relative_error_is_as_small_as_a_linear_programme_gets_it(scipy):
+    rng = np.random.default_rng(12)
+    for p, zero in ((2, False), (3, True), (4, False)):
+        x = np.column_stack([np.ones(80), rng.lognormal(3, 1, (80, p - 1))])
+        y = x @ np.r_[5.0, 2.0, 0.7, 0.1][:p] * rng.lognormal(0, 0.3, 80) - (x[:, -1] * 0.5 if zero else 0)
+        y = np.maximum(y, 1.0)
+        z = x / y[:, None]
+        best = scipy.optimize.linprog(
+            np.r_[np.zeros(p), np.ones(80) / 80], np.block([[z, -np.eye(80)], [-z, -np.eye(80)]]), np.r_[np.ones(80), -np.ones(80)]
+        )
+        assert loss(x, y, ev.fit_relative(x, y)) <= best.fun * 1.005
+
+
+def test_scores_and_their_intervals_agree_with_scipy(scipy):
+    rng = np.random.default_rng(13)
+    y = np.round(rng.lognormal(2, 1, 40), 0) + 1  # with ties
+    p = np.round(y * rng.lognormal(0, 0.4, 40), 0) + 1
+    s = ev.scores(y, p, np.arange(40))
+    assert s["spearman"].value == pytest.approx(scipy.stats.spearmanr(y, p).statistic)
+    level = 1 - 2 * ev._tail(40)  # wider than 95 %, for few clusters
+    for name, of in (("mdape", lambda y, p: np.median(np.abs(p / y - 1))), ("spearman", lambda y, p: scipy.stats.spearmanr(y, p).statistic)):
+        e = scipy.stats.bootstrap((y, p), of, paired=True, vectorized=False, n_resamples=1999, confidence_level=level, rng=1)
+        assert (s[name].lo, s[name].hi) == pytest.approx((e.confidence_interval.low, e.confidence_interval.high), rel=0.15, abs=0.02)
+    weights = rng.integers(0, 4, 40)
+    ranks = (ev.weighted_ranks(np.unique(v, return_inverse=True)[1], weights.astype(float)) for v in (y, p))
+    repeated = scipy.stats.spearmanr(np.repeat(y, weights), np.repeat(p, weights)).statistic
+    assert ev.weighted_correlation(*ranks, weights.astype(float)) == pytest.approx(repeated)
+
+
+def test_means_of_few_tasks_and_sign_flips_agree_with_scipy(scipy):
+    rng = np.random.default_rng(14)
+    d = rng.normal(0.4, 1, 9)
+    e, t = ev.ratio_interval(d, np.ones(9)), scipy.stats.ttest_1samp(d, 0).confidence_interval(0.95)
+    assert (e.lo, e.hi) == pytest.approx((t.low, t.high))
+    test = scipy.stats.permutation_test((d,), lambda x: x.sum(), permutation_type="samples", vectorized=False, n_resamples=np.inf)
+    assert ev.sign_flip_p(d) == pytest.approx(test.pvalue)
+    for m, shift in ((40, 0.3), (800, 0.06)):  # drawn signs, then the normal limit
+        d = rng.normal(shift, 1, m)
+        test = scipy.stats.permutation_test(
+            (d,), lambda x, axis: x.sum(axis=axis), permutation_type="samples", vectorized=True, n_resamples=5000, rng=2
+        )
+        assert ev.sign_flip_p(d) == pytest.approx(test.pvalue, abs=0.02)
+
+
 # ------------------------------------------------------------------------------------------------ odd tables
+
+
+def test_a_run_in_another_mode_than_planned_and_rows_that_repeat_a_run_are_named(tmp_path, capsys):
+    table = [attempt("a", True, 1000), attempt("a", False, 1000, trajectory="a__again"), attempt("b", True, 1000)]
+    p = plan(tmp_path / "plan.csv", [("a", "summarize-off", 1, "replay", "x"), ("b", "summarize-off", 1, "live", "")])
+    code, out = run(tmp_path, table, "--plan", p)
+    said = capsys.readouterr().out
+    assert code == 0 and "2 row(s) ran in another mode than planned, such as a, summarize-off, repetition 1: found live" in said
+    assert "1 row(s) repeat the task, policy, repetition and mode of another, such as a__again; each counts as an attempt" in said
+    rows = {r["behaviour"]: r for r in read(out / "configs.csv")}
+    assert (rows["live"]["planned"], rows["live"]["n"]) == ("3", "3")
+    assert (rows["replay"]["planned"], rows["replay"]["n"], rows["replay"]["missing"]) == ("1", "0", "1")
 
 
 @pytest.mark.parametrize(
