@@ -1,0 +1,3 @@
+#!/bin/bash
+cp /solution/Makefile /app/site/Makefile
+cd /app/site && make clean && make

@@ -1,0 +1,2 @@
+/* Cuts the newline off a line. */
+char *chomp(char *line);

@@ -1,0 +1,2 @@
+/* Prints text with the characters that HTML wants escaped. */
+void escape(const char *text);

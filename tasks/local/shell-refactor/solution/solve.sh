@@ -1,0 +1,3 @@
+#!/bin/bash
+cd /app/snap || exit
+cp /solution/snap/* . && bash test.sh
