@@ -135,7 +135,7 @@ reason_of() { # NAME: why its trial failed
 }
 
 # One Harbor for all trials: its imports take longer than a short trial.
-export HARBOR_SOCKET=.cache/run/harbor-$$.sock
+export HARBOR_SOCKET=$RUN_DIR/harbor-$$.sock
 spawn HARBOR_PID --log logs/harbor-batch.log -- "$PY" stages/warm_harbor.py serve "$HARBOR_SOCKET"
 until [[ -S $HARBOR_SOCKET ]]; do
 	kill -0 "$HARBOR_PID" 2>/dev/null || die "Harbor cannot be loaded: $(tail -n 1 logs/harbor-batch.log) (log: logs/harbor-batch.log)"
