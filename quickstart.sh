@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The whole pipeline on a machine that has nothing: no GPU, no energy counters, no Docker. A real 135M model on llama.cpp, a small calibration,
 # local tasks (replayed recordings: authored behaviour, measured energy; and one trial in which the small model acts for itself), alignment,
-# evaluation, and a report. About a quarter of an hour on 2 cores after the downloads (about 700 MB installed). Safe to interrupt: a rerun goes on.
+# evaluation, and a report. About 12 minutes on 2 cores after the downloads (about 700 MB installed). Safe to interrupt: a rerun goes on.
 #
 #   bash quickstart.sh
 #   rm -r data/quickstart results/quickstart     # to measure anew
@@ -48,7 +48,7 @@ batch=0
 stage 06_run_batch.sh tasks/quickstart.txt "summarize-off summarize-2k" 2 || batch=$?
 ((batch == 0 || batch == 3)) || exit "$batch"
 step "one live trajectory: the small model acts for itself, whatever it achieves"
-MODE=live AGENT_TIMEOUT_S=${AGENT_TIMEOUT_S:-60} BATCH_IDLE_S=${LIVE_IDLE_S:-3} stage 06_run_batch.sh tasks/quickstart_live.txt summarize-off 1 || batch=$?
+MODE=live AGENT_TIMEOUT_S=${AGENT_TIMEOUT_S:-40} stage 06_run_batch.sh tasks/quickstart_live.txt summarize-off 1 || batch=$?
 ((batch == 0 || batch == 3)) || exit "$batch"
 stop "$SERVER_PID" || true
 step "alignment and evaluation: where did the energy go?"

@@ -13,8 +13,8 @@
 : "${DATA_DIR=data/quickstart}"
 : "${RESULTS_DIR=results/quickstart}"
 : "${CPU_MODEL_W=0.74:3.50}" # W per logical CPU idle:busy, used only where RAPL cannot be read; see sampler.py --help for the source
-: "${IDLE_S=12}"
-: "${BATCH_IDLE_S=5}"
+: "${IDLE_S=8}"
+: "${BATCH_IDLE_S=3}"
 : "${CHECK_IDLE_S=0}" # an estimated power says nothing about the machine
 : "${DRIFT_EVERY=0}"
 : "${CALIB_CONTEXTS=128,512,1024}"
