@@ -26,6 +26,11 @@ from stages import supervise  # noqa: E402
 GRACE_S = 10.0
 
 
+def address(path):
+    """A name of the socket `path` that fits into the 108 bytes of a socket address, however deep the checkout lies."""
+    return f"/proc/self/fd/{os.open(path.parent, os.O_PATH | os.O_CLOEXEC)}/{path.name}"
+
+
 def serve(path):
     """Answer on the socket `path` until a signal ends this. It appears once the imports are done."""
     import gc
@@ -42,7 +47,7 @@ def serve(path):
     signal.signal(signal.SIGCHLD, lambda *_: supervise.reap())
     path.unlink(missing_ok=True)
     server = socket.socket(socket.AF_UNIX)
-    server.bind(str(path))
+    server.bind(address(path))
     server.listen()
     me = os.getpid()
     try:
@@ -114,7 +119,7 @@ def run(argv):
     """`harbor ARGV`: by the server where one answers, and returns its exit code; in this process's place otherwise."""
     caller = socket.socket(socket.AF_UNIX)
     try:
-        caller.connect(os.environ["HARBOR_SOCKET"])
+        caller.connect(address(Path(os.environ["HARBOR_SOCKET"])))
     except (KeyError, OSError):
         os.execv(Path(sys.executable).with_name("harbor"), ["harbor", *argv])
     asked = json.dumps({"argv": argv, "cwd": os.getcwd(), "env": dict(os.environ)}).encode()

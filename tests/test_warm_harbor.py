@@ -64,7 +64,8 @@ def warm(tmp_path):
     shutil.copytree(REPO / "stages", tmp_path / "fake/stages")
     file = tmp_path / "fake/stages/warm_harbor.py"
     file.write_text(file.read_text().replace("GRACE_S = 10.0", "GRACE_S = 1.0"))
-    sock = tmp_path / "h.sock"
+    sock = tmp_path / ("a folder of a very long name, as in a deep checkout" * 3) / "h.sock"
+    sock.parent.mkdir()
     env = {**os.environ, "HARBOR_SOCKET": str(sock), "COLOUR": "before"}
     command = [sys.executable, tmp_path / "fake/stages/warm_harbor.py"]
     supervised = [sys.executable, REPO / "stages/supervise.py", "--grace", "3", "--"]  # as in a batch
