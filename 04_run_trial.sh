@@ -46,8 +46,6 @@ read -r SERVED CONTEXT <<<"$model"
 mkdir -p "$DIR/logs"
 
 if [[ -n $GROUP_DIR ]]; then
-	: >"$DIR/calls.jsonl"
-	ln "$DIR/calls.jsonl" "$GROUP_DIR/calls/$NAME.jsonl" # the others' shares need it, wherever this folder goes
 	for file in samples.csv samples.meta.json state.csv; do ln -s "$(realpath --relative-to "$DIR" "$GROUP_DIR")/$file" "$DIR/$file"; done
 else
 	cold_cache "$NAME"

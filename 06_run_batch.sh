@@ -172,7 +172,7 @@ run_group() { # ROWS that run at the same time: one server, one sampler, a proxy
 	export GROUP_DIR GROUP_MEMBERS=""
 	GROUP_DIR=$DATA_DIR/traj_groups/$(date -u +%Y%m%dT%H%M%S)
 	for row in "$@"; do GROUP_MEMBERS+="$(name_of "$row") "; done
-	mkdir -p "$GROUP_DIR/calls"
+	mkdir -p "$GROUP_DIR"
 	measuring_lock
 	cold_cache "a group of $#"
 	start_sampler "$GROUP_DIR/samples.csv" "$GROUP_DIR/sampler.log"

@@ -4,6 +4,7 @@
 #
 #   bash slurm/collect.sh
 cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/..}" || exit 1
+export ENVIRONMENT=${TRAJOULE_ENVIRONMENT:-auto} # Slurm has a variable of this name and sets it to BATCH
 # shellcheck source=common.sh
 source common.sh
 need_venv

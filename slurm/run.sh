@@ -36,6 +36,7 @@ mkdir -p logs "$DATA_DIR"
 "$PY" stages/plan.py --plan "$TRAJ_DIR/plan.csv" --list "${positional[0]}" --policies "${positional[1]}" --reps "${positional[2]}" --mode "$MODE" --seed "$BATCH_SEED" \
 	--recordings "$RECORDINGS_DIR" || exit 2
 
+export TRAJOULE_ENVIRONMENT=$ENVIRONMENT # Slurm sets ENVIRONMENT itself
 # --exclusive: two shards on one node would be in each other's counters
 array=$(sbatch --parsable --job-name trajoule --array "1-$NODES" --exclusive --output "logs/slurm-%A_%a.log" "$@" slurm/shard.sh "${positional[@]}")
 collect=$(sbatch --parsable --job-name trajoule-collect --dependency "afterany:$array" --output "logs/slurm-%j.log" "$@" slurm/collect.sh)

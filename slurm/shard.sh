@@ -6,6 +6,7 @@
 #
 # Exit code: 06_run_batch.sh's (0 every trajectory of the shard is measured, 3 some are not).
 cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/..}" || exit 1
+export ENVIRONMENT=${TRAJOULE_ENVIRONMENT:-auto} # Slurm has a variable of this name and sets it to BATCH
 NODE=${SLURMD_NODENAME:-$(hostname -s)}
 # The checkout is shared: what concerns this machine alone lies outside of it.
 TRAJOULE_RUN_DIR=${TMPDIR:-/tmp}/trajoule-$(id -u)-$NODE
