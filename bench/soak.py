@@ -80,7 +80,7 @@ class Place:
         self.env = dict(os.environ) | {
             "PROFILE": "cpu-smollm2", "PORT": str(port), "PROXY_PORT": str(free_port()), "DATA_DIR": str(folder / "data"), "RESULTS_DIR": str(folder / "res"),
             "TRAJOULE_RUN_DIR": str(folder.parent / "run"), "ENVIRONMENT": "local_env", "MODE": "replay", "BATCH_IDLE_S": "0.5", "MIN_FREE_MB": "100",
-            "MAX_INFRA_FAILURES": "5", "AGENT_TIMEOUT_S": "120", "TRIAL_DEADLINE_S": "180",
+            "MAX_INFRA_FAILURES": "5", "SERVER_THREADS": "1", "AGENT_TIMEOUT_S": "120", "TRIAL_DEADLINE_S": "180",
         }  # fmt: skip
 
     def batch(self, list_file, reps):

@@ -65,7 +65,7 @@ done
 log "Slurm $(sinfo --version | cut -d' ' -f2) is up: node $NODE is idle"
 
 export DATA_DIR=$HERE/data RESULTS_DIR=$HERE/results ORACLE_DIR=$HERE/data ENVIRONMENT=local_env MODE=replay DRIFT_EVERY=1
-export IDLE_S=3 BATCH_IDLE_S=1 CALIB_CONTEXTS=64,160 CALIB_OUTPUTS=4,12 CALIB_REPS=1 APPEND_CACHED=64 APPEND_UNCACHED=32 APPEND_OUTPUTS=4 MIN_FREE_MB=100
+export SERVER_THREADS=1 IDLE_S=3 BATCH_IDLE_S=1 CALIB_CONTEXTS=64,160 CALIB_OUTPUTS=4,12 CALIB_REPS=1 APPEND_CACHED=64 APPEND_UNCACHED=32 APPEND_OUTPUTS=4 MIN_FREE_MB=100
 printf 'nested-archive\ntidy-files\n' >"$HERE/list.txt"
 jobs=$(bash slurm/run.sh "$HERE/list.txt" summarize-off 1 --nodes 2 -- --output "$HERE/log/job-%j.log")
 read -r array collect <<<"$jobs"
