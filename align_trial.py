@@ -12,6 +12,15 @@ the same energy from token counts alone, and the row says how far off it is (clo
 
 The three add up to the total exactly, in seconds and in joules per domain. A cell is empty where nothing is known, never 0.
 
+Several trajectories on one server: those that ran at the same time name each other in trial.json,
+    "concurrency": 4, "shared": {"group": "g007", "members": ["hello__summarize-off__r1", ...]}
+where `members` are the names of their folders, all beside each other. Every member has its own calls.jsonl and harbor/; samples.csv,
+samples.meta.json and state.csv in each are links to (or copies of) the files of the one sampler, which ran from before the first
+began until after the last ended. Align a group when all its members have a trial.json. In each slice of time the idle power is shared
+equally by the members whose agents are executing, the rest by the call model: each running call's predicted power, so that total_j of
+the members adds up to what the counters say for the time in which any agent executed. The call model knows single calls, and a batch
+is cheaper: compare shares, and read closure_model_above_idle as the gain from batching.
+
 Examples:
     python align_trial.py data/traj/* --calib results/calib --out results/trials.csv
     python align_trial.py data/traj/* --out results/trials.csv --jobs 2 --trace results/trace --timeline results/timeline
@@ -111,6 +120,9 @@ FLAGS = {  # code -> the same in words (column `quality`)
     "counter_stuck": "a counter stood still for some time",
     "module_scope": "the GPU counter covers the whole module, CPU and memory included: they are not added on top",
     "shared": "other trajectories ran at the same time: energy is attributed by power, idle is shared",
+    "shared_unknown": "others ran at the same time, but trial.json does not name them: their energy is in this row",
+    "member_missing": "a member of the group has no calls.jsonl or no times here: its energy is in the rows of the others",
+    "calibration_batch1": "the calibration is of single calls: closure includes what batching saves",
     "timeout_but_right": "the agent was stopped by its time limit, yet the verifier found the task solved",
     "ended_deadline": "the run was stopped by the stage's deadline",
     "reward_from_file": "the reward is from verifier/reward.txt, result.json lacks it",
@@ -765,12 +777,12 @@ def plain(value, key):
 # ---------------------------------------------------------------- energy on segments
 
 
-def segment_energy(samples, a, b, calls, busy, idle_w, powers):
+def segment_energy(samples, a, b, calls, busy, idle_w, powers, over=None):
     """({domain: joules (k,)}, {domain: err (k,)}) of the segments [a, b).
 
     A counter step that straddles a boundary is apportioned by what was going on. A GPU idles unless a call runs, and its idle power
     is known. A CPU does not: commands and Harbor itself use it too, so its steps (one row each) are apportioned by the mean power
-    that model, command and waiting time have in this trajectory.
+    that model, command and waiting time have in these segments, or in the segments `over`.
     """
     host = [d for d in samples.domains if energylib.group(d) != "gpu"]
     gpu_idle = {d: w for d, w in idle_w.items() if d not in host}
@@ -782,14 +794,17 @@ def segment_energy(samples, a, b, calls, busy, idle_w, powers):
     begin, end = min(a.min(), samples.t_begin) - 1, max(b.max(), samples.t_end) + 1
     cuts = np.unique(np.r_[begin, end, clip(model, begin, end).ravel(), clip(busy, begin, end).ravel()])
     phase = phases((cuts[:-1] + cuts[1:]) / 2, model, busy)
-    of_segment, dt = phases((a + b) / 2, model, busy), b - a
+    of_segment, dt, learnt = phases((a + b) / 2, model, busy), b - a, joules
+    if over is not None:
+        of_segment, dt = phases(over.mean(axis=1), model, busy), np.diff(over)[:, 0]
+        learnt = samples.energy(*over.T, calls=calls, idle_w=gpu_idle, call_power_w=powers).joules
     weights = {}
     for d in host:
-        rest = np.nansum(joules[d]) / max(dt[np.isfinite(joules[d])].sum(), 1e-9)
+        rest = np.nansum(learnt[d]) / max(dt[np.isfinite(learnt[d])].sum(), 1e-9)
         mean = []
         for p in range(3):
-            on = (of_segment == p) & np.isfinite(joules[d])
-            mean.append(joules[d][on].sum() / dt[on].sum() if dt[on].sum() > 0 else rest)
+            on = (of_segment == p) & np.isfinite(learnt[d])
+            mean.append(learnt[d][on].sum() / dt[on].sum() if dt[on].sum() > 0 else rest)
         weights[d] = np.maximum(mean, 1e-9)[phase]
     e = samples.energy(a, b, calls=np.column_stack([cuts[:-1], cuts[1:]]), idle_w=dict.fromkeys(host, 0.0), call_power_w=weights)
     return joules | {d: e.joules[d] for d in host}, err | {d: e.err[d] for d in host}
@@ -893,12 +908,15 @@ def align(folder, calibration=None, notes=(), trace_dir=None, timeline_dir=None,
     recording = sub(trial, "recording")
     row |= {k: trial.get(k) for k in ("trajectory", "task", "policy", "rep", "mode", "model", "agent", "profile", "hardware", "t_begin")}
     row["trajectory"] = row["trajectory"] or folder.resolve().name
-    row["concurrency"] = count(trial.get("concurrency")) or 1
+    members = sub(trial, "shared").get("members")
+    members = [m for m in members if isinstance(m, str)] if isinstance(members, list) else []
+    row["concurrency"] = max(count(trial.get("concurrency")) or 1, len(members))
     if recording:
         row["recording"] = f"{recording.get('name')}@{str(recording.get('sha256') or '')[:12]}"
         row["recording_source"] = recording.get("source")
     try:
         seen = align_outcome(folder, trial, row, flags)
+        seen |= {"name": folder.resolve().name, "peers": [] if row["concurrency"] == 1 else read_peers(folder, members, flags)}
         align_energy(folder, trial, row, flags, seen, calibration, trace_dir, timeline_dir, formats)
     except Exception as e:  # one odd folder must not cost the batch: the row says so, the exit code too
         flags.add("alignment_failed")
@@ -928,12 +946,7 @@ def align_outcome(folder, trial, row, flags):
     if str(row["agent"]).startswith("terminus") and row["trajectory_status"] != "ok":
         flags.add("trajectory_missing" if row["trajectory_status"] == "missing" else "trajectory_damaged")
 
-    session = f"{attempt['dir'].name}__agent" if attempt else None
-    shared = row["concurrency"] > 1
-    mine = [not shared or (c["session"] == session if c["session"] else c["trial"] == row["trajectory"]) for c in calls or []]
-    own = [c for c, m in zip(calls or [], mine, strict=True) if m]
-    others = [c for c, m in zip(calls or [], mine, strict=True) if not m]
-
+    own = list(calls or [])
     outcome, reason, reward, exception, more = classify(trial, attempt, steps, own)
     flags |= more
     row |= {"outcome": outcome, "fail_reason": reason, "reward": reward, "exception": exception}
@@ -957,7 +970,7 @@ def align_outcome(folder, trial, row, flags):
         t0 = t1 = begin = None
         flags.add("window_unknown")
 
-    for c in own + others:
+    for c in own:
         if not math.isfinite(c["end"]):
             c["end"] = max(c["start"], t1 or c["start"])
     apart = [c for c in own if t0 is not None and (c["end"] <= t0 or c["start"] >= t1)]
@@ -997,7 +1010,7 @@ def align_outcome(folder, trial, row, flags):
         row["recomputed_tokens"] = sum(x for x in recomputed if x is not None) if any(x is not None for x in recomputed) else None
     harbor_totals(result, steps, own if calls is not None else None, row, flags)
     return {
-        "calls": own, "known": calls is not None, "others": others, "apart": apart, "attempt": attempt, "attempts": attempts,
+        "calls": own, "known": calls is not None, "peers": [], "apart": apart, "attempt": attempt, "attempts": attempts,
         "agent_dir": agent_dir, "steps": steps, "t0": t0, "t1": t1, "begin": begin, "end": end, "verifier": (v0, v1),
     }  # fmt: skip
 
@@ -1043,12 +1056,15 @@ def align_energy(folder, trial, row, flags, seen, calibration, trace_dir, timeli
     t0, t1, own = seen["t0"], seen["t1"], seen["calls"]
     model = union(clip([(c["start"], c["end"]) for c in own], t0, t1)) if t0 is not None else np.empty((0, 2))
     commands = split_sources(row, flags, seen, model)
-    pieces = cut_time(seen, model, union([(c["start"], c["end"]) for c in commands]))
+    seen["busy"] = union([(c["start"], c["end"]) for c in commands])
+    pieces = cut_time(seen, model)
     times_into(row, pieces)
 
-    row |= {"gpu_source": "none", "cpu_source": "none", "attribution": "shared" if row["concurrency"] > 1 else "exclusive"}
-    if row["concurrency"] > 1:
+    row |= {"gpu_source": "none", "cpu_source": "none", "attribution": "shared" if seen["peers"] else "exclusive"}
+    if seen["peers"]:
         flags.add("shared")
+        if calibration:
+            flags.add("calibration_batch1")
     if calibration:
         row["calib_sha256"] = calibration["sha256"]
         differs, unchecked = mismatch(calibration["params"], trial, folder)
@@ -1068,7 +1084,7 @@ def align_energy(folder, trial, row, flags, seen, calibration, trace_dir, timeli
         from stages import timeline
 
         def energy_between(edges):
-            return segment_energy(samples, edges[:-1], edges[1:], view["spans"], pieces["busy"], view["apportion"], None)[0]
+            return segment_energy(samples, edges[:-1], edges[1:], view["spans"], view["busy"], view["apportion"], None)[0]
 
         name = str(row["trajectory"]).replace("/", "_")
         view |= {"row": row, "seen": seen, "commands": commands, "pieces": pieces, "samples": samples, "energy_between": energy_between}
@@ -1078,28 +1094,28 @@ def align_energy(folder, trial, row, flags, seen, calibration, trace_dir, timeli
             timeline.write_timeline(Path(timeline_dir) / name, view, formats)
 
 
-def cut_time(seen, model, busy):
+def cut_time(seen, model):
     """The agent's execution cut at every moment that matters, so that every sum in the row is a sum of the same pieces.
 
     A dict of arrays, one value per piece: `a`, `b` its ends, `mid`, `dt`, and what it belongs to: `model`, `command`, `waiting`,
     `overlap`, `wasted`, `blind` (only calls without token counts run). `firsts` {k: end of the k-th logical call}.
     """
-    t0, t1, own, others = seen["t0"], seen["t1"], seen["calls"], seen["others"]
+    t0, t1, own, busy = seen["t0"], seen["t1"], seen["calls"], seen["busy"]
     counted, blind = (union([(c["start"], c["end"]) for c in own if has_tokens(c) == x]) for x in (True, False))
     wasted = union([(c["start"], c["end"]) for c in wasted_calls(own)])
     firsts, keys = {}, list(dict.fromkeys(c["key"] for c in own))
     for k in FIRST if t0 is not None else ():
         if len(keys) >= k:
             firsts[k] = min(t1, max(c["end"] for c in own if c["key"] in keys[:k]))
-    cuts = [x for iv in (model, busy, blind, counted, wasted, *map(np.array, other_sessions(others))) for x in iv.ravel()]
-    cuts += [t0, t1, *firsts.values(), *(x for c in others for x in (c["start"], c["end"]))]
+    cuts = [x for iv in (model, busy, blind, counted, wasted) for x in iv.ravel()] + [t0, t1, *firsts.values()]
+    cuts += list(group_cuts([seen, *seen["peers"]])) if seen["peers"] else []
     cuts = np.unique([x for x in cuts if t0 is not None and t0 <= x <= t1])
     a, b = cuts[:-1], cuts[1:]
     mid = (a + b) / 2
     on, is_busy = inside(mid, model), inside(mid, busy)
     return {
         "a": a, "b": b, "mid": mid, "dt": b - a, "model": on, "command": is_busy & ~on, "waiting": ~on & ~is_busy, "overlap": on & is_busy,
-        "wasted": inside(mid, wasted), "blind": inside(mid, blind) & ~inside(mid, counted), "firsts": firsts, "busy": busy,
+        "wasted": inside(mid, wasted), "blind": inside(mid, blind) & ~inside(mid, counted), "firsts": firsts,
     }  # fmt: skip
 
 
@@ -1131,7 +1147,7 @@ def times_into(row, pieces):
 
 def energy_into(row, flags, seen, samples, calibration, pieces):
     """Everything measured in joules; returns what estimates and views need, one value per piece and domain group."""
-    own, others, a, b, dt = seen["calls"], seen["others"], pieces["a"], pieces["b"], pieces["dt"]
+    a, b, dt, group = pieces["a"], pieces["b"], pieces["dt"], [seen, *seen["peers"]]
     domains = {g: [d for d in samples.domains if energylib.group(d) == g] for g in GROUPS}
     present = [g for g in GROUPS if domains[g]]
     summed = [g for g in present if any(d in samples.total_domains for d in domains[g])]
@@ -1146,7 +1162,11 @@ def energy_into(row, flags, seen, samples, calibration, pieces):
     if calibration and any(idle_of[g] is None for g in ("gpu", "cpu") if domains[g]):
         flags.add("idle_unknown")
     lead = "gpu" if domains["gpu"] else "cpu"
-    quiet = quiet_power(samples, domains[lead], a[pieces["waiting"]], b[pieces["waiting"]])
+    quiet_at = np.column_stack([a, b])[pieces["waiting"]]
+    if seen["peers"]:  # the machine is quiet when nobody calls
+        quiet_at = group_pieces(group)
+        quiet_at = quiet_at[~inside(quiet_at.mean(axis=1), union([(c["start"], c["end"]) for m in group for c in m["calls"]]))]
+    quiet = quiet_power(samples, domains[lead], *quiet_at.T)
     row["idle_quiet_w"] = quiet["total"]
     if known(quiet["total"]) and idle_of[lead] and abs(quiet["total"] / idle_of[lead] - 1) > 0.03:
         flags.add("idle_drift")
@@ -1161,11 +1181,14 @@ def energy_into(row, flags, seen, samples, calibration, pieces):
     outside = [("setup", seen["begin"], seen["end"] if seen["t0"] is None else seen["t0"]), ("verifier", *seen["verifier"])]
     outside += [("gone", x, y) for x, y in union([g for g in gone if None not in g])]
     outside = [(name, x, y) for name, x, y in outside if x is not None and y is not None and y > x]
-    calls = own + others + seen["apart"]
+    outside = [(name, x, y) for name, x, y in outside if not any(m["t0"] < y and m["t1"] > x for m in seen["peers"])]
+    calls = sorted((c for m in group for c in m["calls"] + m["apart"]), key=lambda c: (c["start"], c["end"]))
     spans = np.array([(c["start"], c["end"]) for c in calls], dtype=float).reshape(-1, 2)
     powers = call_powers(calibration, calls)
+    busy = union(np.concatenate([m["busy"] for m in group]))
     begin, end = np.r_[a, [x for _, x, _ in outside]], np.r_[b, [y for _, _, y in outside]]
-    joules, err = segment_energy(samples, begin, end, spans, pieces["busy"], apportion, powers)
+    over = group_pieces(group) if seen["peers"] else None
+    joules, err = segment_energy(samples, begin, end, spans, busy, apportion, powers, over)
     n = len(a)
     if n:
         covered = samples.energy(a[:1], b[-1:]).covered[0]
@@ -1174,24 +1197,28 @@ def energy_into(row, flags, seen, samples, calibration, pieces):
             flags.add("gaps")
 
     # of what the machine used, what this trajectory answers for (all of it when it is alone)
-    idle_share = active_share = np.ones(n)
-    if row["concurrency"] > 1:
-        idle_share, active_share = shares(pieces["mid"], own, others, other_sessions(others), calls, powers)
+    idle_share, totals = np.ones(n), {}
     group_j, group_idle, group_err = {}, {}, {}
     for g in present:
-        idle = sum(idle_w.get(d, 0.0) for d in domains[g]) * dt
-        group_idle[g] = idle * idle_share
-        group_j[g] = group_idle[g] + (np.sum([joules[d][:n] for d in domains[g]], axis=0) - idle) * active_share
-        group_err[g] = np.sqrt(np.sum([np.square(err[d][:n]) for d in domains[g]], axis=0)) * active_share
+        machine, idle_g = np.sum([joules[d][:n] for d in domains[g]], axis=0), sum(idle_w.get(d, 0.0) for d in domains[g])
+        share = np.ones(n)
+        if seen["peers"] and n:
+            whole_j, _ = segment_energy(samples, *over.T, spans, busy, apportion, powers, over)
+            whole_j = np.sum([whole_j[d] for d in domains[g]], axis=0)
+            idle_share, share, totals[g] = share_out(group, g, calibration, pieces["mid"], over, whole_j, idle_g)
+        group_idle[g] = idle_g * dt * idle_share
+        group_j[g] = group_idle[g] + (machine - idle_g * dt) * share
+        group_err[g] = np.sqrt(np.sum([np.square(err[d][:n]) for d in domains[g]], axis=0)) * share
     split = row["split_source"] is not None
     for g in present if n else ():
         j, above = group_j[g], group_j[g] - group_idle[g]
         if not np.isfinite(j).all():
             flags.add("not_covered")
             continue
-        row[f"{g}_total_j"] = round(float(j.sum()), 6)
+        total = totals[g] if known(totals.get(g)) else float(j.sum())
+        row[f"{g}_total_j"] = round(total, 6)
         if split:
-            row[f"{g}_total_j"], parts = exact_parts(float(j.sum()), [float(j[pieces[p]].sum()) for p in PARTS])
+            row[f"{g}_total_j"], parts = exact_parts(total, [float(j[pieces[p]].sum()) for p in PARTS])
             row |= {f"{g}_{p}_j": x for p, x in zip(PARTS, parts, strict=True) if p != "command" or row["split_source"] != "calls"}
         if g != "dram" and idle_of[g] is not None:
             row |= {f"{g}_idle_j": float(group_idle[g].sum()), f"{g}_above_idle_j": float(above.sum())}
@@ -1217,7 +1244,7 @@ def energy_into(row, flags, seen, samples, calibration, pieces):
                 flags.add("setup_not_covered")
     return {
         "domains": domains, "summed": summed, "idle_w": idle_w, "idle_of": idle_of, "apportion": apportion, "spans": spans,
-        "joules": group_j, "idle": group_idle, "whole": whole, "idle_share": idle_share,
+        "joules": group_j, "idle": group_idle, "whole": whole, "idle_share": idle_share, "busy": busy,
     }  # fmt: skip
 
 
@@ -1259,33 +1286,6 @@ def wasted_calls(calls):
         if c["ok"]:
             useful[c["key"]] = c
     return [c for c in calls if useful.get(c["key"]) is not c]
-
-
-def other_sessions(others):
-    """[(first start, last end)] of each other session: as long as it is in progress it shares the idle power."""
-    found = {}
-    for c in others:
-        lo, hi = found.get(c["session"], (math.inf, -math.inf))
-        found[c["session"]] = (min(lo, c["start"]), max(hi, c["end"]))
-    return list(found.values())
-
-
-def shares(mid, own, others, sessions, every, powers):
-    """(share of idle, share of the rest) that belongs to this trajectory in each segment.
-
-    Idle is divided among the trajectories in progress; above idle goes to the running calls in proportion to their calibrated
-    power (equal without calibration), and to all in progress alike when no call runs. Over all trajectories this adds up to one.
-    """
-    weight = np.ones(len(every)) if powers is None else np.asarray(powers)
-    k = 1 + np.sum([(mid >= lo) & (mid < hi) for lo, hi in sessions], axis=0) if sessions else np.ones(len(mid))
-    mine, all_of_us = np.zeros(len(mid)), np.zeros(len(mid))
-    for i, c in enumerate(every[: len(own) + len(others)]):
-        on = ((mid >= c["start"]) & (mid < c["end"])) * weight[i]
-        all_of_us += on
-        if i < len(own):
-            mine += on
-    active = np.where(all_of_us > 0, mine / np.where(all_of_us > 0, all_of_us, 1.0), 1.0 / k)
-    return 1.0 / k, active
 
 
 def open_samples(folder, flags):
@@ -1370,17 +1370,135 @@ def estimates(row, flags, calibration, own, pieces, view):
     idle_w = sum(idle_of[g] for g in both)
     joules, base = (np.sum([view[k][g] for g in both], axis=0) for k in ("joules", "idle"))
     est_above = sum(above[g] for g in both)
-    rest_s = float((pieces["dt"] * view["idle_share"])[~pieces["model"]].sum())
-    row["est_total_j"] = est_above + idle_w * (seconds + rest_s)
+    shared_s = pieces["dt"] * view["idle_share"]  # seconds of idle power that this trajectory answers for
+    rest_s, on_s = float(shared_s[~pieces["model"]].sum()), float(pieces["dt"][pieces["model"]].sum())
+    idle_s = seconds * float(shared_s[pieces["model"]].sum()) / on_s if on_s else seconds
+    row["est_total_j"] = est_above + idle_w * (idle_s + rest_s)
 
     def off(estimate, measured):
         return estimate / measured - 1 if measured > 0 else None
 
     row["closure_model_above_idle"] = off(est_above, float((joules - base)[on].sum()))
-    row["closure_model"] = off(est_above + idle_w * seconds, float(joules[on].sum()))
+    row["closure_model"] = off(est_above + idle_w * idle_s, float(joules[on].sum()))
     row["closure_total"] = off(row["est_total_j"], float(joules[~pieces["blind"]].sum()))
     if any(row[f"{g}_source"] == "estimated" for g in both if g != "dram"):
         flags.add("closure_circular")
+
+
+# ---------------------------------------------------------------- several trajectories on one server
+
+
+def read_peers(folder, members, flags):
+    """The other members of a group, as align_outcome sees them, with `busy`, the time in which their commands ran."""
+    folder, peers = Path(folder).resolve(), []
+    others = sorted(m for m in set(members) if (folder.parent / m).resolve() != folder)
+    if not others:
+        flags.add("shared_unknown")
+    for name in others:
+        peer = folder.parent / name
+        trial = read_json(peer / "trial.json")[0]
+        trial = trial if isinstance(trial, dict) else {}
+        row = dict.fromkeys(COLUMNS) | {"trajectory": name, "agent": trial.get("agent")}
+        seen = align_outcome(peer, trial, row, set())
+        if not seen["known"] or seen["t0"] is None:
+            flags.add("member_missing")
+            continue
+        commands = split_sources(row, set(), seen, union([(c["start"], c["end"]) for c in seen["calls"]]))
+        peers.append(seen | {"name": peer.resolve().name, "busy": union([(c["start"], c["end"]) for c in commands])})
+    return peers
+
+
+def group_cuts(group):
+    """Every moment at which an agent, a call or a command of a group of trajectories begins or ends, sorted."""
+    ends = [x for m in group for x in (m["t0"], m["t1"], *(x for c in m["calls"] for x in (c["start"], c["end"])), *m["busy"].ravel())]
+    return np.unique([x for x in ends if x is not None])
+
+
+def group_pieces(group):
+    """(n, 2) slices between these moments in which some agent of the group executes. The same for every member, to the last bit."""
+    cuts = group_cuts(group)
+    slices = np.column_stack([cuts[:-1], cuts[1:]])
+    return slices[inside(slices.mean(axis=1), union([(m["t0"], m["t1"]) for m in group if m["t0"] is not None]))]
+
+
+def share_out(group, g, calibration, mid, slices, joules, idle_w):
+    """(share of idle, share of the rest, total J) of the first member of the group in the domains `g`.
+
+    The shares are for the times `mid`; the total is what it gets of `joules`, measured in the group's `slices`, of which `idle_w` are
+    idle power. The members' shares add up to one at any time, and their totals, rounded, to that of the machine to the last digit.
+    """
+    order = sorted(range(len(group)), key=lambda i: (group[i]["t0"], group[i]["t1"], group[i]["name"]))
+    group, me = [group[i] for i in order], order.index(0)
+    watts = [predicted_powers(calibration, m["calls"], g) for m in group]
+    present = presence(group, watts, slices.mean(axis=1))
+    dt = np.diff(slices)[:, 0]
+    above = joules - idle_w * dt
+    calling, working = (present[k].sum(axis=0) for k in ("calls", "busy"))
+    call_w = mean_power(above, dt * calling, (calling > 0) & (working == 0))
+    command_w = mean_power(above, dt * working, (working > 0) & (calling == 0))
+    use = (call_w or command_w or 1.0, command_w or 0.0)
+    idle, rest = divide(present, g, *use)
+    each = (idle * (idle_w * dt) + np.where(rest > 0, rest * above, 0.0)).sum(axis=1)
+    upto = np.round(np.cumsum(each), 6)
+    total = float(upto[me] - (upto[me - 1] if me else 0.0))
+    idle, rest = divide(presence(group, watts, mid), g, *use)
+    return idle[me], rest[me], total
+
+
+def predicted_powers(calibration, calls, g):
+    """Mean power above idle of each call in the domains `g` by the call model, W; of one without token counts that of the others.
+    None when the call model knows nothing of these domains."""
+    full = [has_tokens(c) and c["cached"] is not None for c in calls]
+    if not calibration or not any(full):
+        return None
+    joules = predict(calibration, [c for c, f in zip(calls, full, strict=True) if f]).get(f"{g}_above_idle_j")
+    if joules is None:
+        return None
+    seconds = np.array([c["end"] - c["start"] for c in calls])
+    watts = np.full(len(calls), np.nan)
+    watts[full] = np.asarray(joules) / np.maximum(seconds[full], 1e-3)
+    return np.where(np.isfinite(watts), watts, np.nanmean(watts))
+
+
+def presence(group, watts, mid):
+    """What each member does at each time, as (members, times) arrays: `active`, `calls` running, their `watts`, `busy` with a command.
+    Only time within its agent's execution counts."""
+    out = {k: np.zeros((len(group), len(mid))) for k in ("active", "calls", "watts", "busy")}
+    for i, m in enumerate(group):
+        out["active"][i] = (mid >= m["t0"]) & (mid < m["t1"])
+        out["busy"][i] = inside(mid, m["busy"]) & (out["active"][i] > 0)
+        for k, c in enumerate(m["calls"]):
+            on = ((mid >= c["start"]) & (mid < c["end"])) * out["active"][i]
+            out["calls"][i] += on
+            out["watts"][i] += on * (np.nan if watts[i] is None else watts[i][k])
+    return out
+
+
+def mean_power(joules, seconds, where):
+    """Mean of joules per second where it is asked for; None where there is no time or nothing above idle."""
+    where = where & np.isfinite(joules)
+    power = joules[where].sum() / seconds[where].sum() if seconds[where].sum() > 0 else 0.0
+    return float(power) if power > 0 else None
+
+
+def divide(present, g, call_w, command_w):
+    """(idle, rest): the members' shares of idle power and of what is above it, each adding up to one wherever an agent executes.
+
+    Idle goes to all alike that execute. Above idle goes to the running calls by predicted power (`call_w` each where there is no
+    prediction) and, on CPUs, to running commands by `command_w`; failing both to all alike that execute.
+    """
+    active = present["active"]
+    weight = np.where(np.isfinite(present["watts"]), present["watts"], call_w * present["calls"])
+    choices = [weight + (command_w * present["busy"] if g != "gpu" else 0.0), present["calls"]]
+    choices += [present["busy"]] if g != "gpu" else []
+    chosen = active
+    for w in reversed(choices):
+        chosen = np.where(w.sum(axis=0) > 0, w, chosen)
+
+    def normal(w):
+        return w / np.maximum(w.sum(axis=0), 1e-300)
+
+    return normal(active), normal(chosen)
 
 
 # ---------------------------------------------------------------- the table

@@ -6,6 +6,7 @@ import csv
 import itertools
 import json
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -826,52 +827,139 @@ def test_the_sidecar_names_the_hardware_too(trial, tmp_path):
     assert at.mismatch(params(), at.read_json(folder / "trial.json")[0], folder) == (None, False)
 
 
-# ---------------------------------------------------------------- shared machine
-
-
-def test_energy_of_trajectories_that_overlap_adds_up(trial):
-    """Two sessions on one machine: what both rows get is what the machine used while both were in progress."""
-    a, b = trial("plain", samples=False), trial("shell", samples=False)
-    first, second = read_log(a), read_log(b)
-    shift = first[0]["t_start"] - second[0]["t_start"] + 0.2
-    for r in second:
-        r["t_start"], r["t_end"] = r["t_start"] + shift, r["t_end"] + shift
-    both = first + second
-    lo, hi = min(r["t_start"] for r in both) - 5, max(r["t_end"] for r in both) + 5
-    rows = []
-    for folder in (a, b):
-        write_log(folder, both)
-        write_samples(folder, lo, hi, [(r["t_start"], r["t_end"]) for r in both], cpu=None)
-        edit_trial(folder, concurrency=2, t_begin=lo, t_end=hi)
-        path = attempt_dir(folder) / "result.json"
-        result = json.loads(path.read_text())
-        own = first if folder is a else second
-        times = [own[0]["t_start"], own[-1]["t_end"]]
-        result["agent_execution"] = dict(zip(("started_at", "finished_at"), map(iso, times), strict=True))
-        path.write_text(json.dumps(result))
-        rows.append(at.align(folder))
-    for row, own in zip(rows, (first, second), strict=True):
-        assert (row["attribution"], row["attempts"]) == ("shared", len(own))
-        assert "shared" in codes(row)
-    begin, end = min(r["t_start"] for r in both), max(r["t_end"] for r in both)
-    machine = energy_function(lo, hi, IDLE, [tuple(x) for x in at.union([(r["t_start"], r["t_end"]) for r in both])], CALL - IDLE)
-    assert sum(r["gpu_total_j"] for r in rows) == pytest.approx(machine(end) - machine(begin), rel=0.01)
+# ---------------------------------------------------------------- several trajectories on one server
 
 
 def iso(t):
     return at.datetime.fromtimestamp(t, at.UTC).isoformat()
 
 
-def test_shares_add_up_to_one():
-    own = [{"start": 0, "end": 4, "session": "a"}]
-    other = [{"start": 2, "end": 6, "session": "b"}]
-    mid = np.array([1.0, 3.0, 3.5])
-    power = np.array([100.0, 300.0])
-    idle, mine = at.shares(mid, own, other, at.other_sessions(other), own + other, power)
-    idle2, theirs = at.shares(mid, other, own, at.other_sessions(own), other + own, power[::-1])
-    assert mine[1:] + theirs[1:] == pytest.approx([1, 1])
-    assert mine == pytest.approx([1, 0.25, 0.25])
-    assert idle == pytest.approx([1, 0.5, 0.5]) and idle2 == pytest.approx([0.5, 0.5, 0.5])
+def shift(folder, dt):
+    """Everything in the folder happens dt seconds later."""
+    write_log(folder, [r | {k: r[k] + dt for k in ("t_start", "t_sent", "t_first", "t_end") if r.get(k)} for r in read_log(folder)])
+    info = json.loads((folder / "trial.json").read_text())
+    edit_trial(folder, **{k: info[k] + dt for k in ("t_begin", "t_end")})
+    for path in (attempt_dir(folder) / "result.json", attempt_dir(folder) / "agent" / "trajectory.json"):
+        text = re.sub(r'"(20\d\d-\d\d-\d\dT[^"]*)"', lambda m: f'"{iso(at.unix(m[1]) + dt)}"', path.read_text())
+        path.write_text(text)
+    cast = attempt_dir(folder) / "agent" / "recording.cast"
+    head, *events = [json.loads(x) for x in cast.read_text().splitlines() if x.strip()]
+    whole = math.floor(dt)
+    head["timestamp"] += whole
+    events = [[t + dt - whole, *rest] for t, *rest in events] if head["version"] == 2 else events
+    cast.write_text("".join(json.dumps(x) + "\n" for x in (head, *events)))
+
+
+@pytest.fixture
+def group(trial):
+    """group([(name, seconds after the first began), ...]) -> folders of trials that shared one machine, each with its own log."""
+
+    def make(parts, **machine):
+        folders = [trial(name, samples=False) for name, _ in parts]
+        zero = json.loads((folders[0] / "trial.json").read_text())["t_begin"]
+        for folder, (_, later) in zip(folders, parts, strict=True):
+            shift(folder, zero + later - json.loads((folder / "trial.json").read_text())["t_begin"])
+        names = [f.name for f in folders]
+        infos = [edit_trial(f, concurrency=len(names), shared={"group": "g1", "members": names}, trajectory=f.name) for f in folders]
+        calls = [(c["t_start"], c["t_end"]) for f in folders for c in read_log(f)]
+        lo, hi = min(i["t_begin"] for i in infos) - 1, max(i["t_end"] for i in infos) + 1
+        write_samples(folders[0], lo, hi, calls, **machine)
+        for f in folders[1:]:
+            for name in ("samples.csv", "samples.meta.json"):
+                (f / name).symlink_to(folders[0] / name)
+        return folders
+
+    return make
+
+
+@pytest.mark.parametrize("later", [0.0, 0.02])
+def test_identical_work_at_the_same_time_gets_equal_shares(group, tmp_path, later):
+    folders = group([("plain", 0.0), ("plain", later), ("plain", 2 * later)])
+    calib = at.load_calibration(calibration(tmp_path))
+    rows = [at.align(f, calib) for f in folders]
+    for row in rows:
+        assert (row["attribution"], row["concurrency"]) == ("shared", 3)
+        assert {"shared", "calibration_batch1"} <= codes(row)
+        for part in ("gpu_total_j", "gpu_above_idle_j", "gpu_model_j", "cpu_total_j", "total_j"):
+            assert row[part] == pytest.approx(np.mean([r[part] for r in rows]), rel=0.05), part
+
+
+@pytest.mark.parametrize("with_calibration", [True, False])
+@pytest.mark.parametrize("parts", [[("plain", 0), ("plain", 0)], [("plain", 0), ("shell", 3.3), ("retry", 1.7)], [("shell", 0), ("plain", 30)]])
+def test_energy_of_a_group_adds_up_to_the_last_digit(group, tmp_path, monkeypatch, parts, with_calibration):
+    folders = group(parts, gpus=2, dram=True)
+    machine, share_out = {}, at.share_out
+
+    def watched(members, g, calib, mid, slices, joules, idle_w):
+        machine.setdefault(g, set()).add(float(joules.sum()))
+        return share_out(members, g, calib, mid, slices, joules, idle_w)
+
+    monkeypatch.setattr(at, "share_out", watched)
+    calib = at.load_calibration(calibration(tmp_path, idle={"gpu0": IDLE, "gpu1": IDLE, "cpu0": CPU_IDLE})) if with_calibration else None
+    at.main([*map(str, folders), "--out", str(tmp_path / "t.csv"), "--jobs", "1", *(["--calib", str(calib["path"])] if calib else [])])
+    table = read_rows(tmp_path / "t.csv")
+    for row in table:
+        assert "alignment_failed" not in row["flags"] and row["attribution"] == "shared"
+        for g in ("gpu", "cpu", "dram"):
+            assert sum(Decimal(row[f"{g}_{p}_j"]) for p in ("model", "command", "waiting")) == Decimal(row[f"{g}_total_j"])
+        assert sum(Decimal(row[f"{g}_total_j"]) for g in ("gpu", "cpu", "dram")) == Decimal(row["total_j"])
+    for g, seen in machine.items():
+        [joules] = seen  # every member saw the same
+        assert sum(Decimal(row[f"{g}_total_j"]) for row in table) == round(Decimal(joules), 6), g
+    calls = [(c["t_start"], c["t_end"]) for f in folders for c in read_log(f)]
+    windows = at.union([at.agent_window(json.loads((attempt_dir(f) / "result.json").read_text())) for f in folders])
+    truth = energy_function(windows[0, 0] - 5, windows[-1, 1] + 5, 2 * IDLE, [tuple(x) for x in at.union(calls)], 2 * (CALL - IDLE))
+    assert sum(float(row["gpu_total_j"]) for row in table) == pytest.approx(sum(truth(b) - truth(a) for a, b in windows), rel=0.005)
+
+
+def test_a_call_that_works_more_gets_more(group, tmp_path):
+    """Of two calls side by side one has three times the tokens: three quarters of what is above idle are its own."""
+    folders = group([("plain", 0), ("plain", 0)], cpu=None)
+    write_log(folders[1], [r | {"completion_tokens": 3 * r["completion_tokens"]} for r in read_log(folders[1])])
+    rows = [at.align(f, at.load_calibration(calibration(tmp_path))) for f in folders]
+    one, three = (r["gpu_model_above_idle_j"] for r in rows)
+    assert three / one == pytest.approx(3, rel=0.05)
+    assert rows[0]["gpu_idle_j"] == pytest.approx(rows[1]["gpu_idle_j"])
+    for row in rows:  # the estimate is for calls one by one
+        assert row["closure_model_above_idle"] == pytest.approx(row["est_gpu_above_idle_j"] / row["gpu_model_above_idle_j"] - 1)
+
+
+def test_who_alone_is_active_pays_alone(group, tmp_path):
+    """A second agent that begins after the first has ended: both rows are what they would be without the other."""
+    folders = group([("plain", 0), ("shell", 40)])
+    calib = at.load_calibration(calibration(tmp_path))
+    together = [at.align(f, calib) for f in folders]
+    for f in folders:
+        edit_trial(f, concurrency=1, shared=None)
+    for a, b in zip(together, [at.align(f, calib) for f in folders], strict=True):
+        b = {k: pytest.approx(x, rel=1e-6, abs=0.01) if isinstance(x, float) else x for k, x in b.items()}
+        assert {k for k in at.COLUMNS if a[k] != b[k]} <= {"attribution", "concurrency", "flags", "quality", "idle_quiet_w"}
+
+
+def test_groups_that_are_not_whole_are_named(group, trial):
+    folders = group([("plain", 0), ("plain", 0)])
+    (folders[1] / "calls.jsonl").unlink()
+    assert "member_missing" in codes(at.align(folders[0]))
+    shutil.rmtree(folders[1])
+    row = at.align(folders[0])
+    assert "member_missing" in codes(row) and row["attribution"] == "exclusive" and row["concurrency"] == 2
+    alone = trial("plain")
+    edit_trial(alone, concurrency=3)
+    assert "shared_unknown" in codes(at.align(alone))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 5), st.integers(1, 20), st.integers(0, 2**32 - 1), st.sampled_from(["gpu", "cpu", "dram"]))
+def test_shares_add_up_to_one_wherever_somebody_is_active(members, times, seed, domain):
+    rng = np.random.default_rng(seed)
+    active = (rng.random((members, times)) < 0.7).astype(float)
+    calls = rng.integers(0, 3, (members, times)) * active
+    watts = calls * rng.uniform(0, 300, (members, 1)) * (rng.random((members, 1)) < 0.8)
+    watts[rng.random(members) < 0.3] = np.nan
+    present = {"active": active, "calls": calls, "watts": watts, "busy": (rng.random((members, times)) < 0.5) * active}
+    for share in at.divide(present, domain, rng.uniform(0, 100), rng.choice([0.0, 25.0])):
+        assert share.sum(axis=0) == pytest.approx((active.sum(axis=0) > 0).astype(float))
+        assert (share >= 0).all() and (share[active == 0] == 0).all()
 
 
 # ---------------------------------------------------------------- state of the hardware
