@@ -373,7 +373,7 @@ def test_a_dead_worker_stops_the_run(place, monkeypatch):
         with pytest.raises(RuntimeError, match="the server's worker is dead: /health answered 503"):
             run.go()
     finally:
-        run.close(False)
+        run.close()
     assert not place.left()
 
 
@@ -462,6 +462,11 @@ def test_without_its_file_nothing_is_claimed(tmp_path):
     import align_trial
 
     assert align_trial.commands_from_mini_swe(tmp_path / "mini-swe-agent.trajectory.json", [], 0, 1) == (None, set())
+
+
+def test_trials_that_overlap_directly_or_through_others_are_one_group():
+    assert runner.overlapping([(0, 10), (5, 6), (6, 20), (20, 30), (29, 31)]) == [[0, 1, 2], [3, 4]]
+    assert runner.overlapping([]) == []
 
 
 def test_no_counter_to_read_is_said_before_the_server_starts(place, free_port):

@@ -424,7 +424,10 @@ def artifacts(server):
     found = {}
     for key in (*SERVER_PATHS, "hf_tokenizer"):
         if key in server:
-            found[key] = digest(server[key]) if Path(server[key]).is_absolute() else hub_revision(server[key])
+            try:
+                found[key] = digest(server[key]) if Path(server[key]).is_absolute() else hub_revision(server[key])
+            except OSError as e:
+                found[key] = {"path": server[key], "error": e.strerror}
     return found
 
 
@@ -763,49 +766,70 @@ def link(source, target):
         shutil.copy2(source, target)
 
 
-def write_trajectories(out, config, run, interrupted):
-    """One folder per finished trial in OUT/traj, as align_trial.py takes them. Returns the folders."""
+def overlapping(spans):
+    """Lists of indices of (begin, end) spans, sorted by begin, that overlap each other directly or through others."""
+    groups, reach = [], None
+    for i, (t0, t1) in enumerate(spans):
+        if reach is not None and t0 < reach:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+            reach = t1
+        reach = max(reach, t1)
+    return groups
+
+
+def write_trajectories(out, config, run):
+    """One folder per finished trial in OUT/traj, as align_trial.py takes them. Returns the folders.
+
+    Trials that ran at the same time name each other, and have the same samples: from before the first began until after the last ended.
+    """
     sys.path.insert(0, str(ROOT))
     import energylib
 
-    bench, server = config["terminal_bench"], config["server"]
+    server = config["server"]
     meta = read_json(out / "samples.meta.json") or {}
     calls = read_calls(out / "calls.jsonl", run["preflight_end"] or 0)
-    trials = sorted(trial_results(out), key=lambda x: x[1].get("started_at") or "")
-    folders, reps = [], {}
-    for source, result in trials:
+    trials, reps = [], {}
+    for source, result in sorted(trial_results(out), key=lambda x: x[1].get("started_at") or ""):
         t0, t1 = unix(result.get("started_at")), unix(result.get("finished_at"))
-        if t0 is None or t1 is None:
-            continue
-        task = result.get("task_name", source.name.rpartition("__")[0]).rpartition("/")[2]
-        rep = reps[task] = reps.get(task, 0) + 1
-        name = f"{task}__mini-swe-agent__r{rep}"
-        folder = out / "traj" / name
-        (folder / "harbor").mkdir(parents=True)
-        shutil.copytree(source, folder / "harbor" / source.name, copy_function=link, symlinks=True)
-        for csv in ("samples.csv", "state.csv"):
-            if (out / csv).exists():
-                rows_between(out / csv, folder / csv, t0 - 3, t1 + 3)
-        if meta:
+        if t0 is not None and t1 is not None:
+            task = result.get("task_name", source.name.rpartition("__")[0]).rpartition("/")[2]
+            reps[task] = reps.get(task, 0) + 1
+            trials.append({"source": source, "result": result, "t0": t0, "t1": t1, "task": task, "rep": reps[task],
+                           "name": f"{task}__mini-swe-agent__r{reps[task]}"})  # fmt: skip
+    folders = []
+    for number, group in enumerate(overlapping([(t["t0"], t["t1"]) for t in trials]), 1):
+        members = [trials[i] for i in group]
+        names = [t["name"] for t in members]
+        for t in members:
+            folder, source, result = out / "traj" / t["name"], t["source"], t["result"]
+            (folder / "harbor").mkdir(parents=True)
+            shutil.copytree(source, folder / "harbor" / source.name, copy_function=link, symlinks=True)
+            for csv in ("samples.csv", "state.csv"):
+                first = out / "traj" / names[0] / csv
+                if first.exists():
+                    link(first, folder / csv)
+                elif (out / csv).exists():
+                    rows_between(out / csv, first, members[0]["t0"] - 3, max(m["t1"] for m in members) + 3)
             write_json(folder / "samples.meta.json", meta)
-        mine = f"{source.name}__agent"
-        during = [c for c in calls if c.get("session") == mine or (bench["concurrency"] > 1 and c["t_start"] < t1 and (c.get("t_end") or t1) > t0)]
-        (folder / "calls.jsonl").write_text("".join(json.dumps(c) + "\n" for c in during), encoding="utf-8")
-        exception = (result.get("exception_info") or {}).get("exception_type")
-        cut = exception == "CancelledError"
-        trial = {
-            "schema": 1, "trajectory": name, "task": task, "policy": "mini-swe-agent", "rep": rep, "mode": "live", "recording": None,
-            "model": server["model_id"], "agent": "mini-swe-agent", "harbor_version": run["versions"]["harbor"], "profile": "terminal-bench",
-            "hardware": energylib.hardware_name(meta), "environment": "docker",
-            "server": {"kind": "command" if "command" in server else server["module"], "version": run["versions"]["server"],
-                       "max_context": server["max_context"]},
-            "context_limit": server["max_context"], "t_begin": t0, "t_end": t1, "harbor_exit": run["harbor_exit"],
-            "ended": "interrupted" if cut else "finished", "reason": "the run was ended" if cut and interrupted else exception,
-            "exception": exception, "reward": ((result.get("verifier_result") or {}).get("rewards") or {}).get("reward"),
-            "concurrency": bench["concurrency"], "calib_sha256": None, "versions": run["versions"],
-        }  # fmt: skip
-        write_json(folder / "trial.json", trial)
-        folders.append(folder)
+            own = [c for c in calls if c.get("session") == f"{source.name}__agent"]
+            (folder / "calls.jsonl").write_text("".join(json.dumps(c) + "\n" for c in own), encoding="utf-8")
+            exception = (result.get("exception_info") or {}).get("exception_type")
+            trial = {
+                "schema": 1, "trajectory": t["name"], "task": t["task"], "policy": "mini-swe-agent", "rep": t["rep"], "mode": "live",
+                "recording": None, "model": server["model_id"], "agent": "mini-swe-agent", "harbor_version": run["versions"]["harbor"],
+                "profile": "terminal-bench", "hardware": energylib.hardware_name(meta), "environment": "docker",
+                "server": {"kind": "command" if "command" in server else server["module"], "version": run["versions"]["server"],
+                           "max_context": server["max_context"]},
+                "context_limit": server["max_context"], "t_begin": t["t0"], "t_end": t["t1"], "harbor_exit": run["harbor_exit"],
+                "ended": "interrupted" if exception == "CancelledError" else "finished", "reason": exception, "exception": exception,
+                "reward": ((result.get("verifier_result") or {}).get("rewards") or {}).get("reward"), "concurrency": len(members),
+                **({"shared": {"group": f"g{number:03d}", "members": names}} if len(members) > 1 else {}),
+                "calib_sha256": None, "versions": run["versions"],
+            }  # fmt: skip
+            write_json(folder / "trial.json", trial)
+            folders.append(folder)
     return folders
 
 
@@ -1001,7 +1025,7 @@ class Run:
             raise RuntimeError(f"Harbor ended with {self.harbor.code()}: {self.harbor.last_words()}; see {self.out / 'harbor.log'}")
         check_job(self.out)
 
-    def close(self, interrupted):
+    def close(self):
         """End what runs: Harbor first, since it still needs the server to close its sessions; then write what there is to say."""
         if self.harbor:
             self.record["harbor_exit"] = self.harbor.stop(signal.SIGINT)
@@ -1017,7 +1041,7 @@ class Run:
             self.record["versions"]["mini-swe-agent"] = told
         self.write_record()
         if self.energy["enabled"] and self.offset is not None:
-            folders = write_trajectories(self.out, self.config, self.record, interrupted)
+            folders = write_trajectories(self.out, self.config, self.record)
             if folders:
                 print(f"{len(folders)} trajectories for align_trial.py: {self.out / 'traj'}", flush=True)
         return metrics
@@ -1095,15 +1119,11 @@ def main(argv=None):
         print(f"Results: {out}", flush=True)
         if args.dry_run:
             return 0
-        interrupted = False
         try:
             run.go()
-        except KeyboardInterrupt:
-            interrupted = True
-            raise
         finally:
             with ignoring_signals():
-                metrics = run.close(interrupted)
+                metrics = run.close()
         run.verdict(metrics)
         return 0
     except KeyboardInterrupt:
