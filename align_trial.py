@@ -1640,6 +1640,11 @@ def main(argv=None):
         return 1
     outcomes = {k: sum(r["outcome"] == k for r in rows) for k in ("success", "fail", "unscored")}
     print(f"{args.out}: {len(rows)} trajectories, " + ", ".join(f"{n} {k}" for k, n in outcomes.items()))
+    for table in sorted({Path(d).resolve().parent.parent / "waste.csv" for d in folders}):
+        if table.exists():  # the batch counts there what attempts used that are in no row
+            with open(table, encoding="utf-8-sig", newline="") as f:
+                used = [r["energy_j"] for r in csv.DictReader(f)]
+            print(f"waste: {sum(float(j) for j in used if j):.0f} J in {len(used)} attempt(s) that were set aside ({table})")
     return 1 if any("alignment_failed" in r["flags"].split(";") for r in rows) else 0
 
 
