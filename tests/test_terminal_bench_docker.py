@@ -64,7 +64,7 @@ def image(tmp_path_factory):
 def bench(tmp_path, free_port, image):
     """A place with the real Harbor, the real docker and one local task."""
     place = Place(tmp_path, free_port())
-    place.env = dict(os.environ) | {"EXECUTORCH_EVAL_CACHE": str(tmp_path / "cache")}
+    place.env["PATH"] = os.environ["PATH"]
     harbor = tmp_path / "cache/terminal-bench/venv/bin/harbor"
     harbor.unlink()
     harbor.symlink_to(Path(sys.executable).parent / "harbor")

@@ -909,7 +909,7 @@ class Run:
         self.run_harbor()
 
     def measure(self):
-        run_dir = ROOT / ".cache" / "run"
+        run_dir = Path(os.environ.get("TRAJOULE_RUN_DIR") or ROOT / ".cache" / "run")
         run_dir.mkdir(parents=True, exist_ok=True)
         self.lock = open(run_dir / "measuring.lock", "w")  # noqa: SIM115 - held until the run ends
         try:

@@ -29,6 +29,7 @@ class Place:
         self.env = dict(os.environ) | {
             "EXECUTORCH_EVAL_CACHE": str(tmp / "cache"),
             "PATH": f"{tmp / 'bin'}:{os.environ['PATH']}",
+            "TRAJOULE_RUN_DIR": str(tmp / "run"),  # where the lock of who measures lies
             "DOCKER_FAKE_LOG": str(tmp / "docker.log"),
         }
         self.server = {
