@@ -353,6 +353,9 @@ def draw_configs(plt, group, rows):
                 continue
             if lo is not None and hi is not None:
                 ax.plot([lo, hi], [i + offset] * 2, color=edge, linewidth=1.4, solid_capstyle="butt")
+            elif lo is not None:  # no upper limit: success may be zero
+                ax.annotate("", (1.35 * value, i + offset), (lo, i + offset), arrowprops={"arrowstyle": "-|>", "color": edge, "lw": 1.4, "shrinkA": 0})
+                ax.plot([1.35 * value], [i + offset], alpha=0)  # the axis has room for the arrow
             ax.plot([value], [i + offset], marker, markersize=5.5, markerfacecolor=colour, markeredgecolor=edge)
             ax.annotate(
                 joules(value), (value, i + offset), (0, 5 if offset < 0 else -11), textcoords="offset points", fontsize=7, ha="center"
@@ -878,7 +881,7 @@ def build_report(results, notes, params, cost, fingerprint, source_name):
         "goal_figure": embed(
             figures.get("configs"),
             "Energy per trajectory and per accomplished goal, by policy",
-            "Energy per trajectory and per accomplished goal. Lines are 95 % intervals, where there are tasks enough for them.",
+            "Energy per trajectory and per accomplished goal. Lines are 95 % intervals, where there are tasks enough for them; an arrow has no upper limit.",
         ),
         "goal_table": config_table(g, rows, cost),
         "differences": difference_sentences(g, rows),
