@@ -3,9 +3,11 @@
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -93,6 +95,28 @@ def test_a_command_gets_its_placeholders_and_nothing_else(place):
     place.server["no_think"] = True
     with pytest.raises(ValueError, match="no_think: not passed on beside `command`"):
         runner.load_config(place.config())
+
+
+def test_the_example_names_every_key_and_states_its_default(tmp_path, monkeypatch):
+    monkeypatch.setenv("EXECUTORCH_EVAL_CACHE", str(tmp_path))
+    text = (REPO / "evals" / "configs" / "terminal-bench.example.toml").read_text()
+    (tmp_path / "c.toml").write_text(text)
+    config = runner.load_config(tmp_path / "c.toml")
+    assert config["server"]["model_path"] == str(Path.home() / "models/qwen3/model.pte") and config["terminal_bench"]["proxy"] is False
+    for table, defaults in (("terminal_bench", runner.BENCH_DEFAULTS), ("energy", runner.ENERGY_DEFAULTS)):
+        part = re.split(rf"(?m)^\[{table}\]$", text)[1].partition("\n[")[0]
+        named = dict(re.findall(r"(?m)^#? ?(\w+) = (.+?)(?:[ \t]+#.*)?$", part))
+        assert set(named) == set(defaults)
+        for key, value in named.items():
+            if defaults[key] is not None and key not in ("max_output_tokens", "agent_preinstalled"):
+                assert tomllib.loads(f"x = {value}")["x"] == defaults[key], key
+
+
+def test_credentials_of_the_server_are_not_written_down(place):
+    config = place.config({})
+    config.write_text(config.read_text().replace("env = { ", 'env = { HF_TOKEN = "secret-1", ', 1))
+    env = runner.recorded(runner.load_config(config)["server"])["env"]
+    assert env["HF_TOKEN"] == "[hidden]" and env["FAULTS"] == "{}"
 
 
 def test_energy_on_macos_is_refused_in_a_sentence(place, monkeypatch):

@@ -1,4 +1,4 @@
-"""Export a small Hugging Face llama to ExecuTorch: one .pte with a KV cache of its own, lowered to XNNPACK.
+"""Export a small Hugging Face llama to ExecuTorch: one .pte with a KV cache of its own.
 
     python export_llama.py --model ../../models/smollm2-hf --out smollm2.pte --max-context 2048
 
@@ -114,16 +114,21 @@ def main():
     p.add_argument("--model", required=True, type=Path, help="folder with config.json and model.safetensors")
     p.add_argument("--out", required=True, type=Path)
     p.add_argument("--max-context", type=int, default=2048, help="tokens; the cache has room for so many")
+    p.add_argument("--backend", choices=["xnnpack", "portable"], default="xnnpack", help="portable lowers faster and runs slower")
     a = p.parse_args()
-    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
     from executorch.exir import to_edge_transform_and_lower
 
+    partitioner = []
+    if a.backend == "xnnpack":
+        from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+
+        partitioner.append(XnnpackPartitioner())
     model = load(a.model, a.max_context)
     n = torch.export.Dim("n", min=1, max=LONGEST)
     with torch.no_grad():
         example = (torch.ones(1, 8, dtype=torch.long), torch.zeros(1, dtype=torch.long))
         program = torch.export.export(model, example, dynamic_shapes=({1: n}, None), strict=False)
-        lowered = to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()]).to_executorch()
+        lowered = to_edge_transform_and_lower(program, partitioner=partitioner).to_executorch()
     tmp = a.out.with_name(f".{a.out.name}.tmp")
     with open(tmp, "wb") as f:
         lowered.write_to_file(f)
