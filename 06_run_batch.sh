@@ -129,9 +129,9 @@ drift_check() { # the calibration's reference cell again
 }
 
 status() { "$PY" stages/status.py --traj "$TRAJ_DIR" --waste "$DATA_DIR/waste.csv" --out "$RESULTS_DIR/status.html" --title "$PROFILE: $LIST" || true; }
-reason_of() { # NAME: why its trial failed
+reason_of() { # NAME EXIT_CODE: why its trial failed
 	"$PY" -c 'import json, sys; from stages.plan import infra_failure; print(infra_failure(json.load(open(sys.argv[1]))))' "$TRAJ_DIR/$1/trial.json" 2>/dev/null ||
-		cat "$ERROR_FILE" 2>/dev/null || echo "unknown"
+		cat "$ERROR_FILE" 2>/dev/null || echo "04_run_trial.sh ended with exit code $2"
 }
 
 # One Harbor for all trials: its imports take longer than a short trial.
@@ -155,9 +155,9 @@ settle() { # ROW EXIT_CODE of its trial
 	*)
 		failed+=("$1")
 		in_a_row=$((in_a_row + 1))
-		log "$name failed for infrastructure reasons: $(reason_of "$name")"
+		log "$name failed for infrastructure reasons: $(reason_of "$name" "$2")"
 		((in_a_row < MAX_INFRA_FAILURES)) ||
-			die "$in_a_row trials in a row failed for infrastructure reasons (MAX_INFRA_FAILURES), the last, $name: $(reason_of "$name"); logs: $TRAJ_DIR/$name/logs"
+			die "$in_a_row trials in a row failed for infrastructure reasons (MAX_INFRA_FAILURES), the last, $name: $(reason_of "$name" "$2"); logs: $TRAJ_DIR/$name/logs"
 		;;
 	esac
 }

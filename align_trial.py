@@ -916,7 +916,8 @@ def align(folder, calibration=None, notes=(), trace_dir=None, timeline_dir=None,
         row["recording_source"] = recording.get("source")
     try:
         seen = align_outcome(folder, trial, row, flags)
-        seen |= {"name": folder.resolve().name, "peers": [] if row["concurrency"] == 1 else read_peers(folder, members, flags)}
+        together = sub(trial, "shared").get("group")
+        seen |= {"name": folder.resolve().name, "peers": [] if row["concurrency"] == 1 else read_peers(folder, together, members, flags)}
         align_energy(folder, trial, row, flags, seen, calibration, trace_dir, timeline_dir, formats)
     except Exception as e:  # one odd folder must not cost the batch: the row says so, the exit code too
         flags.add("alignment_failed")
@@ -1388,14 +1389,23 @@ def estimates(row, flags, calibration, own, pieces, view):
 # ---------------------------------------------------------------- several trajectories on one server
 
 
-def read_peers(folder, members, flags):
+def member_folder(folder, name, group):
+    """The folder of a member as it ran in this group: one that failed was set aside since, and its name may be another run's now."""
+    for path in (folder.parent / name, *sorted((folder.parent.parent / "traj_unfinished").glob(f"{name}.*"))):
+        said = read_json(path / "trial.json")[0] or read_json(path / "request.json")[0]
+        if sub(said, "shared").get("group") == group:
+            return path
+    return folder.parent / name / "not in this group"
+
+
+def read_peers(folder, group, members, flags):
     """The other members of a group, as align_outcome sees them, with `busy`, the time in which their commands ran."""
     folder, peers = Path(folder).resolve(), []
     others = sorted(m for m in set(members) if (folder.parent / m).resolve() != folder)
     if not others:
         flags.add("shared_unknown")
     for name in others:
-        peer = folder.parent / name
+        peer = member_folder(folder, name, group)
         trial = read_json(peer / "trial.json")[0]
         trial = trial if isinstance(trial, dict) else {}
         row = dict.fromkeys(COLUMNS) | {"trajectory": name, "agent": trial.get("agent")}

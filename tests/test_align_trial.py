@@ -936,6 +936,18 @@ def test_who_alone_is_active_pays_alone(group, tmp_path):
         assert {k for k in at.COLUMNS if a[k] != b[k]} <= {"attribution", "concurrency", "flags", "quality", "idle_quiet_w"}
 
 
+def test_a_member_that_was_set_aside_still_pays_its_share(group):
+    """It failed and was run again under its name, by itself or in another group: that run is not taken for the one of this group."""
+    folders = group([("plain", 0), ("plain", 0)])
+    before = at.align(folders[0])
+    aside = folders[1].parent.parent / "traj_unfinished" / f"{folders[1].name}.20260101T000000"
+    shutil.copytree(folders[1], aside, symlinks=True)
+    edit_trial(folders[1], concurrency=1, shared=None)
+    assert at.align(folders[0]) == before
+    shutil.rmtree(aside)
+    assert "member_missing" in codes(at.align(folders[0]))
+
+
 def test_groups_that_are_not_whole_are_named(group, trial):
     folders = group([("plain", 0), ("plain", 0)])
     (folders[1] / "calls.jsonl").unlink()
