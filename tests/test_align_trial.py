@@ -948,6 +948,19 @@ def test_a_member_that_was_set_aside_still_pays_its_share(group):
     assert "member_missing" in codes(at.align(folders[0]))
 
 
+def test_a_command_is_paid_for_by_whose_it_is(group, tmp_path):
+    """Two agents side by side, calls on the GPU: what the CPU draws for a command goes to the one that runs it, though the other waits."""
+    folders = group([("shell", 0), ("plain", 0)])
+    busy = [tuple(x) for x in at.read_peers(folders[1], "g1", [f.name for f in folders], set())[0]["busy"]]
+    calls = [(c["t_start"], c["t_end"]) for f in folders for c in read_log(f)]
+    infos = [edit_trial(f) for f in folders]
+    write_samples(folders[0], min(i["t_begin"] for i in infos) - 1, max(i["t_end"] for i in infos) + 1, calls, busy)
+    shell, plain = (at.align(f, at.load_calibration(calibration(tmp_path))) for f in folders)
+    extra = (CPU_COMMAND - CPU_IDLE) * sum(b - a for a, b in busy)
+    assert shell["cpu_above_idle_j"] + plain["cpu_above_idle_j"] == pytest.approx(extra, rel=0.02)
+    assert shell["cpu_above_idle_j"] > 0.8 * extra
+
+
 def test_groups_that_are_not_whole_are_named(group, trial):
     folders = group([("plain", 0), ("plain", 0)])
     (folders[1] / "calls.jsonl").unlink()
