@@ -97,8 +97,9 @@ adapter() { # WHAT [ARGS]: ask the server, whatever its kind
 SPAWNED=()
 spawn() {
 	local -n pid_of=$1
+	local me=$BASHPID
 	shift
-	"$PY" stages/supervise.py "$@" &
+	"$PY" stages/supervise.py --parent "$me" "$@" &
 	pid_of=$!
 	SPAWNED+=("$pid_of")
 }

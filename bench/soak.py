@@ -3,10 +3,10 @@
     python bench/soak.py --minutes 10 --out bench/soak.csv
     python bench/soak.py --trials 200 --minutes 120
 
-A batch of replayed trajectories runs under kills until every one is measured (06_run_batch.sh is started again whenever it ended; the last third
-of the time without kills), then the same plan once more, undisturbed. The table says what must hold: nothing planned is lost, no process is left,
-every finished row equals the undisturbed run's in what identifies and scores it, what was set aside is accounted for, and the disk use is
-bounded. --trials without enough --minutes: as many as the time allows. Exit code 1 when something does not hold.
+A batch of replayed trajectories runs under kills (06_run_batch.sh is started again whenever it ended) for 60 % of the time; what it measured, in
+whole repetitions, is finished without kills; then the same plan runs once more, undisturbed. The table says what must hold: nothing planned is
+lost, no process is left, every finished row equals the undisturbed run's in what identifies and scores it, what was set aside is accounted for,
+and the disk use is bounded. Exit code 1 when something does not hold.
 """
 
 import argparse
@@ -147,7 +147,7 @@ def soak(folder, trials, minutes, every_s, seed):
     """Rows of the table, as (what, value, holds); holds is None for what is only stated."""
     rng = random.Random(seed)
     begin = time.monotonic()
-    end = begin + 60 * minutes
+    patience_s = max(600.0, 60 * minutes)  # for what was begun to be finished in peace
     port = free_port()
     disturbed, calm = Place(folder / "disturbed", port), Place(folder / "calm", port)
     marks = (str(folder),)
@@ -159,9 +159,9 @@ def soak(folder, trials, minutes, every_s, seed):
     adapter = [sys.executable, "servers/adapter.py", "wait", "--kind", "llamacpp", "--url", f"http://127.0.0.1:{port}", "--timeout", "120"]
     subprocess.run(adapter, cwd=REPO, check=True)
 
-    # half of the time under kills; the plan is cut to what was begun, and that is finished in peace
+    # Under kills; then the plan is cut to what was begun, and that is finished in peace.
     kills, starts, peak_mb = collections.Counter(), 0, 0.0
-    until = begin + 60 * minutes * 0.45
+    until = begin + 60 * minutes * 0.6
     killer = threading.Thread(target=disturb, args=(marks, rng, every_s, until, kills), daemon=True)
     killer.start()
     while time.monotonic() < until and len(disturbed.measured()) < reps * len(TASKS):
@@ -181,7 +181,7 @@ def soak(folder, trials, minutes, every_s, seed):
             batch = place.batch(tasks, reps_done)
             starts += place is disturbed
             try:
-                batch.wait(max(60.0, end - time.monotonic()))
+                batch.wait(patience_s)
             except subprocess.TimeoutExpired:
                 batch.terminate()
                 batch.wait(60)

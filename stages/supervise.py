@@ -100,10 +100,11 @@ def main():
     p.add_argument("--log", type=Path, help="append the command's output to this file")
     p.add_argument("--grace", type=float, default=15.0, help="seconds between TERM and KILL")
     p.add_argument("--detachable", action="store_true", help="do not end with whoever started this: for a server that is started with nohup")
+    p.add_argument("--parent", type=int, help="who started this; without it, a starter that dies before Python is up is not noticed")
     p.add_argument("--deadline", type=float, help="seconds after which the command is ended")
     p.add_argument("command", nargs="+", help="-- COMMAND [ARG ...]")
     a = p.parse_args()
-    parent = os.getppid()
+    parent = a.parent or os.getppid()
     if not a.detachable:
         prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:

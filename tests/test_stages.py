@@ -318,6 +318,15 @@ def test_a_stage_killed_by_kill_9_takes_its_processes_along(tmp_path):
     assert wait_for(lambda: not alive(pid))
 
 
+def test_a_command_whose_starter_died_before_the_supervisor_was_up_is_not_run(tmp_path):
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    assert supervise("--parent", str(gone.pid), "--", "touch", str(tmp_path / "ran")).wait(20) == 0
+    assert not (tmp_path / "ran").exists()
+    assert supervise("--parent", str(os.getpid()), "--", "touch", str(tmp_path / "ran")).wait(20) == 0
+    assert (tmp_path / "ran").exists()
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="parent-death signals are Linux's")
 def test_a_leftover_of_a_killed_supervisor_is_ended_by_the_next_start(tmp_path, run_dir):
     note = tmp_path / "pid"
