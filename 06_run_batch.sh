@@ -63,21 +63,22 @@ if ((MEASURED == ${#ROWS[@]})); then
 fi
 
 adapter wait --timeout 10 || die "no model server at $SERVER_URL: start it with \`bash 02_serve_vllm.sh\`"
-mkdir -p "$DATA_DIR/batch" logs
-export ERROR_FILE=$DATA_DIR/batch/last_error
+BATCH_DIR=$DATA_DIR/batch${CALIB_NAME#calib} # nodes that share a checkout have a calibration, and so a folder, of their own
+mkdir -p "$BATCH_DIR" logs
+export ERROR_FILE=$BATCH_DIR/last_error
 
 idle_power() { # CSV SECONDS [ARGS of idle_check]: the idle power now against the calibration; 4 when it is another
 	local csv=$1 code=0
 	sampler_args
 	measuring_lock
-	supervise --log logs/sampler-batch.log -- "${SAMPLER[@]}" -o "$csv" --duration "$2" || die "the sampler failed: $(tail -n 1 logs/sampler-batch.log)"
+	supervise --log "$BATCH_DIR/sampler.log" -- "${SAMPLER[@]}" -o "$csv" --duration "$2" || die "the sampler failed: $(tail -n 1 "$BATCH_DIR/sampler.log")"
 	measuring_unlock
 	"$PY" stages/idle_check.py --idle "$csv" --calib "$CALIB_RESULTS" "${@:3}" >&2 || code=$?
 	return "$code"
 }
 # One baseline a start, so that a shift of the idle power since the calibration shows.
 log "loaded-idle power: ${BATCH_IDLE_S} s of quiet"
-idle_power "$DATA_DIR/batch/idle_loaded.$(date -u +%Y%m%dT%H%M%S).csv" "$BATCH_IDLE_S" || true
+idle_power "$BATCH_DIR/idle_loaded.$(date -u +%Y%m%dT%H%M%S).csv" "$BATCH_IDLE_S" || true
 
 unready() { # why no trial can start now, nothing when one can
 	(($(free_mb "$DATA_DIR") >= MIN_FREE_MB)) || echo "$(free_mb "$DATA_DIR") MB of disk are free, a trial needs MIN_FREE_MB=$MIN_FREE_MB"
@@ -97,14 +98,14 @@ check_machine() { # NAME of the trial that comes next
 		sleep 1
 	done
 	[[ $CHECK_IDLE_S != 0 ]] || return 0
-	until idle_power "$DATA_DIR/batch/check.csv" "$CHECK_IDLE_S" --log "$DATA_DIR/batch/checks.csv" --before "$1"; do
+	until idle_power "$BATCH_DIR/check.csv" "$CHECK_IDLE_S" --log "$BATCH_DIR/checks.csv" --before "$1"; do
 		((SECONDS < end)) || break # warned of and recorded; the trajectory's own quiet power will be flagged too
 	done
 }
 
 drift_check() { # the calibration's reference cell again
 	local cell folder rc=0
-	folder=$DATA_DIR/batch/drift.$(date -u +%Y%m%dT%H%M%S)
+	folder=$BATCH_DIR/drift.$(date -u +%Y%m%dT%H%M%S)
 	if ! cell=$("$PY" stages/drift.py cell --calib "$CALIB_RESULTS"); then
 		warn "no drift check (see above)"
 		return
@@ -112,19 +113,19 @@ drift_check() { # the calibration's reference cell again
 	log "drift check: reference cell ${cell/ //}"
 	measuring_lock
 	mkdir -p "$folder"
-	start_proxy "$folder/proxy.jsonl" logs/proxy-drift.log
-	start_sampler "$folder/samples.csv" logs/sampler-drift.log
-	supervise --log logs/drift.log -- "$PY" microbench.py --base-url "$SERVER_URL" --proxy-url "$PROXY_URL" --server-kind "$SERVER_KIND" --out "$folder/calls.jsonl" \
+	start_proxy "$folder/proxy.jsonl" "$folder/proxy.log"
+	start_sampler "$folder/samples.csv" "$folder/sampler.log"
+	supervise --log "$folder/microbench.log" -- "$PY" microbench.py --base-url "$SERVER_URL" --proxy-url "$PROXY_URL" --server-kind "$SERVER_KIND" --out "$folder/calls.jsonl" \
 		--transport "$CALIB_TRANSPORT" --quiet-s "$CALIB_QUIET_S" --contexts "${cell% *}" --outputs "${cell#* }" --reps 1 --reference none || rc=$?
 	sleep 0.3
 	stop "$SAMPLER_PID" || true
 	stop "$PROXY_PID" || true
 	measuring_unlock
 	if ((rc != 0)); then
-		warn "the drift check failed (exit $rc): $(tail -n 1 logs/drift.log)"
+		warn "the drift check failed (exit $rc): $(tail -n 1 "$folder/microbench.log")"
 	else
 		"$PY" stages/drift.py check --calib "$CALIB_RESULTS" --calls "$folder/calls.jsonl" --samples "$folder/samples.csv" --tolerance "$DRIFT_TOLERANCE" \
-			--log "$DATA_DIR/batch/drift.csv" >&2 || true
+			--log "$BATCH_DIR/drift.csv" >&2 || true
 	fi
 }
 
@@ -136,9 +137,9 @@ reason_of() { # NAME EXIT_CODE: why its trial failed
 
 # One Harbor for all trials: its imports take longer than a short trial.
 export HARBOR_SOCKET=$RUN_DIR/harbor-$$.sock
-spawn HARBOR_PID --log logs/harbor-batch.log -- "$PY" stages/warm_harbor.py serve "$HARBOR_SOCKET"
+spawn HARBOR_PID --log "$BATCH_DIR/harbor.log" -- "$PY" stages/warm_harbor.py serve "$HARBOR_SOCKET"
 until [[ -S $HARBOR_SOCKET ]]; do
-	kill -0 "$HARBOR_PID" 2>/dev/null || die "Harbor cannot be loaded: $(tail -n 1 logs/harbor-batch.log) (log: logs/harbor-batch.log)"
+	kill -0 "$HARBOR_PID" 2>/dev/null || die "Harbor cannot be loaded: $(tail -n 1 "$BATCH_DIR/harbor.log") (log: $BATCH_DIR/harbor.log)"
 	sleep 0.1
 done
 
@@ -170,7 +171,7 @@ run_alone() { # ROW
 run_group() { # ROWS that run at the same time: one server, one sampler, a proxy each
 	local task policy rep mode recording row pid rc i=0 pids=() codes=() broken=
 	export GROUP_DIR GROUP_MEMBERS=""
-	GROUP_DIR=$DATA_DIR/traj_groups/$(date -u +%Y%m%dT%H%M%S)
+	GROUP_DIR=$DATA_DIR/traj_groups/$(date -u +%Y%m%dT%H%M%S).$(hostname)
 	for row in "$@"; do GROUP_MEMBERS+="$(name_of "$row") "; done
 	mkdir -p "$GROUP_DIR"
 	measuring_lock

@@ -105,7 +105,7 @@ logs = [p.read_text() for p in Path(data.parent, "log").glob("job-*.log")]
 assert sum("calibrated already" in x for x in logs) == 1 and sum("shard 1 of 2" in x for x in logs) == 1 and sum("shard 2 of 2" in x for x in logs) == 1
 assert (results / "eval" / "report.html").stat().st_size > 10000
 PYTHON
-check "the second shard used the first one's calibration and checked it by the reference cell" test -s "$DATA_DIR/batch/drift.csv"
+check "the second shard used the first one's calibration and checked it by the reference cell" test -s "$DATA_DIR/batch.$NODE/drift.csv"
 check "a rerun has nothing to do and says so" grep -q "are measured already" <(bash 06_run_batch.sh "$HERE/list.txt" summarize-off 1 --shard 1/2 2>&1)
 check "nothing of it is left running" test -z "$(pgrep -f -- "$HERE/data" || true)"
 FAILED=0
