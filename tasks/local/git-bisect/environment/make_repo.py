@@ -180,19 +180,19 @@ change(
 )
 commit("Say which unit is unknown")
 unit("mass", "mg", 0.000001)
-# a commit that does not run, mended three commits later
+# a commit that does not run, mended four commits later
 change("units.py", "import show\n", "import show\nimport aliases\n")
 change("units.py", "table.find(source), table.find(target)", "table.find(aliases.name(source)), table.find(aliases.name(target))")
 commit("Long names: mile, metre, pound")
 unit("length", "ly", 9460730472580800)
 unit("time", "ms", 0.001)
+unit("length", "au", 149597870700)
 write(
     "aliases.py",
     '"""Long names of units."""\n\nLONG = {"mile": "mi", "metre": "m", "pound": "lb", "inch": "in"}\n\n\n'
     "def name(text):\n    return LONG.get(text.lower(), text)\n",
 )
 commit("The file that was forgotten")
-unit("length", "au", 149597870700)
 change("README", "The units stand in units.txt.\n", "The units stand in units.txt, long names in aliases.py.\n")
 commit("README: long names")
 unit("mass", "st", 6.35029318)
