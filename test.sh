@@ -22,14 +22,14 @@ mapfile -t scripts < <(git ls-files '*.sh' .ci/run 2>/dev/null || printf '%s\n' 
 "$VENV/shfmt" -d "${scripts[@]}"
 
 log "unit tests"
-"$VENV/python" -m pytest -q -m "not integration" "$@"
+"$VENV/python" -m pytest -q -n "$(($(nproc) + 1))" -m "not integration" "$@"
 [[ -z $QUICK ]] || exit 0
 
 log "the analysis programs on pandas 2"
 UV=$VENV/uv
 [[ -x .venv-pandas2/bin/python ]] || "$UV" venv --quiet --python "$VENV/python" .venv-pandas2
-"$UV" pip install --quiet --python .venv-pandas2/bin/python 'pandas<3' 'numpy<2' matplotlib pytest pytest-timeout
-.venv-pandas2/bin/python -m pytest -q -m "not integration" tests/test_calibrate.py tests/test_evaluate.py
+"$UV" pip install --quiet --python .venv-pandas2/bin/python 'pandas<3' 'numpy<2' matplotlib pytest pytest-timeout pytest-xdist
+.venv-pandas2/bin/python -m pytest -q -n "$(nproc)" -m "not integration" tests/test_calibrate.py tests/test_evaluate.py
 
 log "integration tests"
 timeout 10 docker info >/dev/null 2>&1 || printf '\n%s\n%s\n\n' '************ NO DOCKER ENGINE ANSWERS: the Docker trials are SKIPPED ************' '(start one, or ignore this where tasks run in namespaces)' >&2
