@@ -156,6 +156,8 @@ def main():
         if end and time.monotonic() > end and not late:
             late = True
             wanted.append(signal.SIGTERM)
+        if not a.detachable and not kill_at and os.getppid() != parent:  # for systems that do not signal it
+            wanted.append(signal.SIGTERM)
         while wanted:
             signal_group(child.pid, wanted.pop(0))
             kill_at = kill_at or time.monotonic() + a.grace
