@@ -26,7 +26,7 @@ import time
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
-TASKS = ["nested-archive", "tidy-files", "git-rescue", "python-bug"]
+TASKS = {"count-a": True, "count-b": True, "count-c": False, "count-d": True}  # whether the recorded agent writes what the verifier wants
 # what must not depend on whether a trial was disturbed before it was measured
 IDENTITY = [*["trajectory", "task", "policy", "rep", "mode", "recording", "recording_source", "model", "agent", "profile"],
             *["outcome", "fail_reason", "calls", "turns"]]  # fmt: skip
@@ -71,6 +71,31 @@ def free_port():
         return s.getsockname()[1]
 
 
+def write_tasks(folder):
+    """Small tasks with a recording of two calls each: a trial takes seconds, so that many are disturbed in the time there is."""
+    for name, right in TASKS.items():
+        turns = [
+            {"analysis": "Empty.", "plan": "Count.", "commands": [{"keystrokes": f"seq {9 if right else 8} >/app/n; sleep 1\n", "duration": 1.2}]},
+            {"analysis": "Done.", "plan": "Stop.", "commands": [], "task_complete": True},
+            {"analysis": "Sure.", "plan": "Stop.", "commands": [], "task_complete": True},
+        ]
+        recording = {"schema": 1, "name": "01-count", "task": name, "source": "authored", "agent": "terminus-2", "model": None, "description": "Counts.",
+                     "expected_outcome": "success" if right else "fail",
+                     "calls": [{"kind": "agent", "content": json.dumps(t), "messages": None, "completion_tokens": None} for t in turns]}  # fmt: skip
+        files = {
+            "task.toml": 'schema_version = "1.4"\n[metadata]\npackages = []\n[agent]\ntimeout_sec = 120.0\n[verifier]\ntimeout_sec = 60.0\n',
+            "instruction.md": "Write the numbers from 1 to 9 into /app/n, one a line.\n",
+            "environment/Dockerfile": "FROM debian:bookworm-slim\nWORKDIR /app\n",
+            "solution/solve.sh": "seq 9 >/app/n\n",
+            "tests/test.sh": '#!/bin/bash\n[ "$(tail -n 1 /app/n)" = 9 ] && echo 1 >/logs/verifier/reward.txt || echo 0 >/logs/verifier/reward.txt\n',
+        }
+        files = {f"tasks/{name}/{path}": text for path, text in files.items()}
+        files[f"recordings/{name}/01-count.json"] = json.dumps(recording)
+        for path, text in files.items():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_text(text)
+
+
 class Place:
     """Settings, folder and ports of one run; `marks` recognises every process of it."""
 
@@ -80,7 +105,8 @@ class Place:
         self.env = dict(os.environ) | {
             "PROFILE": "cpu-smollm2", "PORT": str(port), "PROXY_PORT": str(free_port()), "DATA_DIR": str(folder / "data"), "RESULTS_DIR": str(folder / "res"),
             "TRAJOULE_RUN_DIR": str(folder.parent / "run"), "ENVIRONMENT": "local_env", "MODE": "replay", "BATCH_IDLE_S": "0.5", "MIN_FREE_MB": "100",
-            "MAX_INFRA_FAILURES": "5", "SERVER_THREADS": "1", "AGENT_TIMEOUT_S": "120", "TRIAL_DEADLINE_S": "180",
+            "TASKS_DIR": str(folder.parent / "tasks"), "RECORDINGS_DIR": str(folder.parent / "recordings"),
+            "MAX_INFRA_FAILURES": "5", "AGENT_TIMEOUT_S": "120", "TRIAL_DEADLINE_S": "180",
         }  # fmt: skip
 
     def batch(self, list_file, reps):
@@ -128,10 +154,12 @@ def disturb(marks, rng, every_s, until, kills):
         time.sleep(rng.expovariate(1 / every_s))
         if time.monotonic() > until:
             return
-        kind = rng.choice(list(VICTIMS))
-        victims = [p for p in processes(*marks) if VICTIMS[kind](p)]
-        if victims:
-            victim = rng.choice(victims)
+        living = processes(*marks)
+        victims = {kind: [p for p in living if is_one(p)] for kind, is_one in VICTIMS.items()}
+        kinds = [kind for kind in VICTIMS if victims[kind]]
+        if kinds:
+            kind = rng.choice(kinds)
+            victim = rng.choice(victims[kind])
             try:
                 os.kill(victim.pid, signal.SIGKILL)
             except ProcessLookupError:
@@ -151,6 +179,7 @@ def soak(folder, trials, minutes, every_s, seed):
     port = free_port()
     disturbed, calm = Place(folder / "disturbed", port), Place(folder / "calm", port)
     marks = (str(folder),)
+    write_tasks(folder)
     tasks = folder / "list.txt"
     tasks.write_text("\n".join(TASKS) + "\n")
     reps = -(-trials // len(TASKS))
