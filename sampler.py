@@ -84,28 +84,32 @@ class Tracker:
     Where the limit lies: what a read of length L saw may be L old or brand new, and no series of reads can tell, so no interval
     is narrower than L. F adds its scatter: with a counter that steps as regularly as an H200's (0.7 ms), half an interval is about
     L/2 + 1 ms. A step that scatters more than JITTER_S is covered less often than 99 % when reads are that long.
-    A counter that steps every 20 ms (PROBE_PERIOD_S) is located so only with reads below PROBE_S. With longer ones 30 reads a
-    second are too few to keep its steps apart: a prediction over several steps that is off by a step cannot be noticed. Such a
-    counter is read in pairs, back to back until the value changes: certain, seven to ten steps a second, half an interval L.
+    A counter that steps every 20 ms (PROBE_PERIOD_S) is located so only with reads below PROBE_S: with longer ones 30 reads a second
+    leave most of its 50 steps unseen, and a prediction that has slipped by a whole step then gets the same answers as a right one.
+    Such a counter is read in pairs, back to back until the value changes: certain, seven to ten steps a second, half an interval L.
     """
 
     PROBE_S = 0.0036  # two reads of this length still bracket a step to +-5 ms
     PROBE_PERIOD_S = 0.04  # faster counters are never probed; with reads as long as that they are read in pairs
     ALIASED = 0.5  # when more than this share of the reads in a row see a new value, steps cannot be told from each other
-    WIDTH_S, SPARE_S = 0.0098, 0.0018  # a probed step's interval is this wide, or so much wider than a read; wider when in doubt
-    JITTER_S = 0.00075  # scatter of F beyond this is that of the delay inside a read, which the read's length covers
-    ENOUGH, ENOUGH_OLD = 2.0, 2.45  # standard deviations of F that such an interval must leave before F, and behind F + latency
+    # A probed step's interval is WIDTH_S wide, or SPARE_S wider than the usual read; wider when in doubt. What read lengths scatter (SPREAD
+    # of the middle half of them) is taken off, so that half of the intervals stay within SPARE_S although the usual length is an estimate.
+    WIDTH_S, SPARE_S, SPREAD = 0.0098, 0.00198, 0.15
+    JITTER_S = 0.0007  # an H200's; scatter of F beyond this is that of the delay inside a read, which the read's length covers
+    ENOUGH, ENOUGH_OLD = 1.8, 2.15  # standard deviations of F that such an interval must leave before F, and behind F + latency
+    BEHIND_S = 0.0014  # and so much behind the end of a read that saw the old value
+    DOUBTED = 0.15  # running share of surprises above which the flip says nothing about a step any more
     STREAK = 7  # so many equal answers in a row: F is less certain than thought
     SETTLED_S = 0.0015
     # Reads: a reserve for finding the period, then at most so many per second
     BURST, RATE = 110, 27.0
-    AIM_S = 0.00015  # so much after the expected flip a single read is begun
+    AIM_S = 0.00006  # so much after the expected flip a single read is begun
     NEAREST_S = 0.0004  # shortest distance kept from the expected flip
     MIN_TRACK_S = 0.08  # faster counters: only every n-th step is located
     NOISE_S = (0.0003, 0.004)  # scatter of F: the counter's jitter and the delay inside a read
     SHARES = (0.0, 0.5, 1.0)  # parts of a read's length after which the counter may be seen
-    # How the period may change from step to step; 1 % in 40 s is 2.5 microseconds
-    BEND_S, WANDER, WANDER_BEND = 2e-6, 2e-12, 2e-17
+    # How flip, period and its change may wander from step to step (variances); a period that changes by 1 % in 40 s bends by 2.5 us a step
+    BEND_S, WANDER_FLIP, WANDER, WANDER_BEND = 2e-6, 5e-10, 5e-13, 5e-18
 
     def __init__(self, read, now, sleep_until, emit, tick_s=0.1, stopped=lambda: False, between=lambda: None):
         self.read, self.now, self.sleep_until, self.emit = read, now, sleep_until, emit
@@ -255,7 +259,7 @@ class Tracker:
         k, h = skip, skip * skip / 2
         p, q, r = pp + k * pt + h * pb, pt + k * tt + h * tb, pb + k * tb + h * bb
         u, v = tt + k * tb, tb + k * bb
-        self.cov = [p + k * q + h * r + k * 1e-9, q + k * r, u + k * v + k * self.WANDER, r, v, bb + k * self.WANDER_BEND]
+        self.cov = [p + k * q + h * r + k * self.WANDER_FLIP, q + k * r, u + k * v + k * self.WANDER, r, v, bb + k * self.WANDER_BEND]
         self.flip += k * self.period + h * self.bend
         self.period += k * self.bend
 
@@ -359,7 +363,8 @@ class Tracker:
         self._wait(flip - reach)
         a = self._read()
         if known is not None and a[2] != known:
-            return self._early(a, max(seen_at, flip - 3 * reach), flip)
+            # surprised again and again, the flip is no longer believed: what is certain is said, since the last read of the old value
+            return self._early(a, seen_at if self.astray > self.DOUBTED else max(seen_at, flip - 3 * reach), flip)
         self._wait(max(a[1], flip + reach))
         b = self._read()
         if skip > 1 and b[1] - a[0] > 0.8 * self.period:
@@ -379,7 +384,7 @@ class Tracker:
             self._surprised(True)
             return old[0] - flip < 0.25 * self.period
         if known is None:  # unchanged on both sides and for half a period on: the step came before the first read
-            return self._early(a, flip - 3 * reach, flip)
+            return self._early(a, flip - (self.period / 2 if self.astray > self.DOUBTED else 3 * reach), flip)
         return False
 
     def _early(self, a, since, flip):
@@ -410,8 +415,8 @@ class Tracker:
                 return True  # held up: it may have seen another step
         flip = self.flip
         # A little late, so that most reads see the new value: they need no second read, and their interval is the narrow one.
-        # Every tenth is early enough to see the old one: that shows when F is late, and how much it scatters.
-        self.turn = (self.turn + 1) % 10
+        # Every twelfth is early enough to see the old one: that shows when F is late, and how much it scatters.
+        self.turn = (self.turn + 1) % 12
         self._wait(flip + (self.AIM_S if self.turn else -1.4 * sd))
         x = self._read()
         new = x[2] != old[2]
@@ -420,8 +425,10 @@ class Tracker:
         else:
             self._again(new)
         # The interval is as wide as it usually is where that leaves room for the scatter of F, and wide where it does not
-        width = max(self.WIDTH_S, latency + self.SPARE_S)
-        scatter = math.sqrt(min(self.cov[0], 0.0005**2) + min(self.noise, self.JITTER_S) ** 2)
+        lengths = sorted(self.latency)
+        low, usual, high = (lengths[len(lengths) * k // 4] for k in (1, 2, 3))
+        width = max(self.WIDTH_S, usual + self.SPARE_S - self.SPREAD * (high - low))
+        scatter = math.sqrt(min(self.cov[0], 0.0006**2) + self.JITTER_S**2)
         # A delay that scatters by s cannot lie at the ends of the read on average: its mean m obeys m (latency - m) >= s^2
         ends = latency - math.sqrt(max(0.0, latency**2 - 4 * max(0.0, self.noise**2 - self.JITTER_S**2)))
         early, late = self.ENOUGH * scatter - ends / 2, self.ENOUGH_OLD * scatter - ends / 2
@@ -438,7 +445,7 @@ class Tracker:
             return False
         last_old, new = pair
         self._saw(last_old, False)
-        hi = max(last_old[0] + width, flip + latency + late)
+        hi = max(last_old[0] + width, flip + latency + late, last_old[1] + self.BEHIND_S)
         if new[1] - new[0] > 1.5 * latency:  # held up: it may have seen the next step
             hi = new[1]
         self._found(new[2], last_old[0], min(new[1], hi))

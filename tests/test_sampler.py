@@ -145,14 +145,14 @@ def test_long_reads_of_varying_length_are_located_to_half_their_length_and_a_mil
                 counter = SteppingCounter(seed, period, drift=drift, duration_s=40)
                 runs.append(score(counter, *track(counter, latency_like_h200(latency_s), 40, where, seed), 40))
     half, limit, inside, reads, steps = np.array(runs).T
-    assert np.median(half - limit) <= 0.0001 and inside.mean() >= 0.99 and reads.max() <= 30 and steps.min() > 9
+    assert np.median(half - limit) <= 0 and inside.mean() >= 0.99 and reads.max() <= 30 and steps.min() > 9
 
 
 @pytest.mark.parametrize("latency_s", [0.008, 0.012])
 def test_long_reads_are_located_to_half_their_length(latency_s):
     counter = SteppingCounter(6, duration_s=40)
     half, limit, inside, reads, _ = score(counter, *track(counter, lambda rng: latency_s, 40, 0.5), 40)
-    assert half <= limit + 0.0002 and inside >= 0.99 and reads <= 30
+    assert half <= limit and inside >= 0.99 and reads <= 30
 
 
 def test_the_recorded_h200_counter_is_followed(repo):
@@ -169,15 +169,16 @@ def test_s22_the_period_is_learned(repo):
         assert track(counter, latency_like_h200(0.001), 20)[0].period == pytest.approx(period, rel=0.02)
 
 
-def test_a_lost_counter_is_found_again():
-    counter = SteppingCounter(2, duration_s=60)
-    first, second = SteppingCounter(2, duration_s=60), SteppingCounter(8, 0.08, duration_s=60, start_mj=80_000_000)
+@pytest.mark.parametrize("seed", [2, 5, 7])
+def test_a_lost_counter_is_found_again_and_nothing_wrong_is_said_meanwhile(seed):
+    counter = SteppingCounter(seed, duration_s=60)
+    first, second = SteppingCounter(seed, duration_s=60), SteppingCounter(seed + 6, 0.08, duration_s=60, start_mj=80_000_000)
     split = counter.values.index(next(v for v, e in zip(first.values, first.edges, strict=True) if e > 30))
     later = [(e, v) for e, v in zip(second.edges, second.values, strict=True) if e > 30.2]
     counter.edges, counter.values = first.edges[:split] + [e for e, _ in later], first.values[:split] + [v for _, v in later]
     tracker, found = track(counter, latency_like_h200(0.003), 60)
-    tail = [abs(counter.true_edge(v) - e) <= h for v, e, h, at in found if at > 32]
-    assert tracker.period == pytest.approx(0.08, rel=0.01) and np.mean(tail) > 0.98 and len(tail) > 9 * 28
+    tail = [abs(counter.true_edge(v) - e) <= h for v, e, h, at in found if at > 30]
+    assert tracker.period == pytest.approx(0.08, rel=0.01) and np.mean(tail) > 0.99 and len(tail) > 9 * 29
 
 
 def test_errors_are_retried_and_counted():
