@@ -5,7 +5,8 @@
 # energy is waste: DATA_DIR/waste.csv), and the batch stops after MAX_INFRA_FAILURES in a row.
 # Before each trial: disk, port, processes on the GPUs that are not the server's, idle power against the calibration (CHECK_IDLE_S of quiet).
 # CONCURRENCY trajectories at a time share the server and one sampler (DATA_DIR/traj_groups/); the next ones start when all of them have ended.
-# At the start and every DRIFT_EVERY trials the calibration's reference cell runs again (DATA_DIR/batch/drift.csv). RESULTS_DIR/status.html shows how it stands.
+# At the start and every DRIFT_EVERY trials the calibration's reference cell runs again (DATA_DIR/batch/drift.csv).
+# RESULTS_DIR/status.html shows how it stands.
 #
 #   bash 06_run_batch.sh tasks/final.txt "summarize-off summarize-8k" 3
 #   bash 06_run_batch.sh tasks/final.txt summarize-off 1 --dry-run      # the plan, nothing runs
@@ -234,6 +235,5 @@ if ((${#again[@]})); then
 	run_rows "${again[@]}"
 fi
 read_rows
-log "$(status)"
 log "next: $PY align_trial.py $TRAJ_DIR/*/ --calib $CALIB_RESULTS --out $RESULTS_DIR/trials.csv"
 ((MEASURED == ${#ROWS[@]})) || exit 3
