@@ -1,7 +1,9 @@
 """The local tasks and their recordings: well-formed, solvable, not passed by doing nothing, replayed as they say."""
 
+import csv
 import json
 import os
+import random
 import re
 import shutil
 import subprocess
@@ -13,10 +15,12 @@ import pytest
 from fakes.openai_server import running
 
 import local_env as L
+from stages.trial import policy_kwargs
 
 REPO = Path(__file__).resolve().parent.parent
 TASKS = REPO / "tasks"
 NAMES = sorted(p.name for p in (TASKS / "local").iterdir() if p.is_dir())
+CONTEXT = 32768  # tokens that the server of a measured run offers
 RECORDINGS = sorted((TASKS / "recordings").glob("*/*.json"))
 
 
@@ -41,8 +45,22 @@ needs_namespaces = pytest.mark.skipif(
 
 
 def test_lists_agree_with_the_folders():
-    assert listed("local.txt") == NAMES and len(NAMES) >= 8
+    assert listed("local.txt") == NAMES and listed("candidates.txt") == NAMES
     assert len(listed("quickstart.txt")) == 4 and set(listed("quickstart.txt")) <= set(NAMES)
+    final = listed("final.txt")
+    assert len(final) == len(set(final)) == 20 and set(final) <= set(NAMES)
+    for pilot in ("pilot.txt", "pilot2.txt"):
+        assert set(listed(pilot)) < set(final)
+    for name in final:  # a machine without the sqlite3 program runs them all
+        assert "sqlite3" not in tomllib.loads((TASKS / "local" / name / "task.toml").read_text())["metadata"]["packages"], name
+
+
+def test_terminal_bench_candidates_follow_from_the_facts():
+    """The command in the list's own comment selects its lines."""
+    text = (TASKS / "tb2_candidates.txt").read_text()
+    command = re.search(r"^#   (awk .*)$", text, re.M)[1]
+    p = subprocess.run(["bash", "-c", command], cwd=REPO, capture_output=True, text=True, check=True)
+    assert p.stdout.split() == listed("tb2_candidates.txt") and len(p.stdout.split()) > 10
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -56,7 +74,7 @@ def test_task_has_all_parts(name):
     for script in ("solution/solve.sh", "tests/test.sh"):
         assert os.access(task / script, os.X_OK) and (task / script).read_text().startswith("#!/bin/bash\n")
     test = (task / "tests/test.sh").read_text()
-    assert "/logs/verifier/reward.txt" in test and not re.search(r"curl|wget|apt|pip|https?://", test)
+    assert "/logs/verifier/reward.txt" in test and not re.search(r"\b(curl|wget|apt|apt-get|pip)\b|https?://", test)
 
 
 def test_no_task_has_a_network():
@@ -84,7 +102,9 @@ def test_recording_is_well_formed(path):
     assert all(reply["task_complete"] for reply in last), "Terminus-2 wants task_complete twice in a row"
     for call in recording["calls"]:
         if call["kind"] != "agent":
-            assert call["repeat"] is True and len(call["content"]) // 4 < 120
+            # the quickstart's contexts are kept small on purpose
+            longest = 480 if path.parent.name in listed("quickstart.txt") else 2400
+            assert call["repeat"] is True and len(call["content"]) < longest
     for call in agent:
         try:
             commands = json.loads(call["content"])["commands"]
@@ -109,6 +129,14 @@ def test_recordings_are_those_of_their_sources():
     assert p.returncode == 0, p.stdout + p.stderr
 
 
+def test_the_table_is_that_of_the_recordings():
+    with open(TASKS / "recordings.csv", newline="") as f:
+        rows = [(r["task"], r["recording"], r["outcome"], int(r["calls"])) for r in csv.DictReader(f)]
+    documents = [json.loads(p.read_text()) for p in RECORDINGS]
+    calls = [sum(c["kind"] == "agent" for c in d["calls"]) for d in documents]
+    assert rows == [(d["task"], d["name"], d["expected_outcome"], n) for d, n in zip(documents, calls, strict=True)]
+
+
 def test_author_names_the_place_of_a_fault(tmp_path):
     sys.path.insert(0, str(TASKS))
     import author
@@ -123,6 +151,21 @@ def test_author_names_the_place_of_a_fault(tmp_path):
         author.recording(source)
 
 
+def test_a_recording_repeats_replies_of_another(tmp_path):
+    sys.path.insert(0, str(TASKS))
+    import author
+
+    head = 'description = "d"\nexpected_outcome = "fail"\n'
+    (tmp_path / "01-a.toml").write_text(head + "".join(f'[[reply]]\nraw = "a{n}"\n' for n in (1, 2, 3)))
+    second = tmp_path / "02-b.toml"
+    second.write_text(head + '[[reply]]\nsame = "01-a:2-3"\n[[reply]]\nraw = "b"\n')
+    assert [c["content"] for c in author.recording(second)["calls"]] == ["a2", "a3", "b"]
+    for faulty, says in (("01-a:2-4", "asks for replies 2 to 4, 01-a.toml has 3"), ("02-b:1-1", "an earlier name"), ("00-x:1-1", "00-x.toml")):
+        second.write_text(head + f'[[reply]]\nsame = "{faulty}"\n')
+        with pytest.raises(ValueError, match=says):
+            author.recording(second)
+
+
 # ---------------------------------------------------------------------------------------------------- real trials
 
 
@@ -131,7 +174,7 @@ def harbor(jobs, *args, timeout=900):
     if not exe.exists():
         pytest.skip("Harbor is not installed in this environment")
     env = {**os.environ, "HARBOR_TELEMETRY": "0", "LITELLM_OFFLINE_MODE": "true", "PYTHONPATH": str(REPO), "OPENAI_API_KEY": "none"}
-    argv = [exe, "run", "-p", TASKS / "local", "-o", jobs, "--job-name", "job", "-n", "2", "-y", "--quiet", *args]
+    argv = [exe, "run", "-p", TASKS / "local", "-o", jobs, "--job-name", "job", "-n", "8", "-y", "--quiet", *args]
     p = subprocess.run([str(a) for a in argv], env=env, capture_output=True, text=True, timeout=timeout)
     results = {r["task_name"]: r for r in (json.loads(f.read_text()) for f in Path(jobs).glob("job/*__*/result.json"))}
     assert results, p.stdout[-2000:] + p.stderr[-2000:]
@@ -153,7 +196,7 @@ def test_reference_solutions_pass_and_doing_nothing_fails(tmp_path):
     assert {name: reward(r) for name, r in idle.items()} == dict.fromkeys(NAMES, 0)
 
 
-def replay(tmp_path, recordings, *args):
+def replay(tmp_path, recordings, *args, context=8192):
     """Terminus-2 on these recordings {task: recording}, answered by a scripted server. Returns Harbor's results by task."""
     tasks = {name: (TASKS / "local" / name / "instruction.md").read_text().strip() for name in recordings}
 
@@ -163,7 +206,7 @@ def replay(tmp_path, recordings, *args):
         assert ordinal < len(agent), f"{name} asks for more replies than {recordings[name]['name']} has"
         return {"raw": agent[ordinal]["content"]}
 
-    info = {"max_input_tokens": 8192, "max_output_tokens": 1024, "input_cost_per_token": 0, "output_cost_per_token": 0}
+    info = {"max_input_tokens": context, "max_output_tokens": 1024, "input_cost_per_token": 0, "output_cost_per_token": 0}
     with running(script) as server:
         kwargs = [f"api_base={server.url}/v1", f"model_info={json.dumps(info)}", 'session_id_headers=["X-Session-ID"]', *args]
         only = [x for name in recordings for x in ("-i", name)]
@@ -171,21 +214,50 @@ def replay(tmp_path, recordings, *args):
         return harbor(tmp_path, "-a", "terminus-2", "-m", "openai/fake", "-e", "local_env:LocalEnvironment", *only, *ak)
 
 
+def policy(name):
+    """Terminus-2's arguments for a context policy, as the stages make them for a context of CONTEXT tokens."""
+    return [f"{k}={json.dumps(v)}" for k, v in policy_kwargs(name, CONTEXT).items()]
+
+
 def recordings_numbered(nn, tasks):
     return {p.parent.name: json.loads(p.read_text()) for p in RECORDINGS if p.name.startswith(nn) and p.parent.name in tasks}
+
+
+def check_replay(tmp_path, recordings, *args):
+    """Replays recordings {task: recording}; each must end as it says, all its replies used. Returns {task: summaries}."""
+    results = replay(tmp_path, recordings, *args, context=CONTEXT)
+    assert {n: reward(r) for n, r in results.items()} == {n: float(r["expected_outcome"] == "success") for n, r in recordings.items()}
+    for name, r in results.items():
+        used = r["agent_result"]["metadata"]["n_episodes"]
+        assert used == sum(c["kind"] == "agent" for c in recordings[name]["calls"]), f"{name}: replies left over"
+    return {name: r["agent_result"]["metadata"]["summarization_count"] for name, r in results.items()}
 
 
 @pytest.mark.integration
 @pytest.mark.timeout(900)
 @needs_namespaces
-@pytest.mark.parametrize("nn", ["01", "02", "03"])
-def test_recordings_end_as_they_say(tmp_path, nn):
-    recordings = recordings_numbered(nn, NAMES)
-    results = replay(tmp_path, recordings, "enable_summarize=false")
-    assert {n: reward(r) for n, r in results.items()} == {n: float(r["expected_outcome"] == "success") for n, r in recordings.items()}
-    for name, r in results.items():
-        used = r["agent_result"]["metadata"]["n_episodes"]
-        assert used == sum(c["kind"] == "agent" for c in recordings[name]["calls"]), f"{name}: replies left over"
+def test_first_recordings_end_as_they_say_also_with_summaries_at_8k(tmp_path):
+    """A context summary throws the history away, not the work: commands and outcome stay the same."""
+    summaries = check_replay(tmp_path, recordings_numbered("01", NAMES), *policy("summarize-8k"))
+    assert sum(n > 0 for n in summaries.values()) >= 8, summaries  # on these the two policies differ
+
+
+@pytest.mark.integration
+@pytest.mark.timeout(900)
+@needs_namespaces
+def test_other_recordings_end_as_they_say(tmp_path):
+    """One further recording of ten tasks, other ones each time; TRAJOULE_ALL_RECORDINGS=1 tries all with both policies."""
+    if os.environ.get("TRAJOULE_ALL_RECORDINGS"):
+        for nn in ("01", "02", "03", "04"):
+            for name in ("summarize-off", "summarize-8k"):
+                check_replay(tmp_path / nn / name, recordings_numbered(nn, NAMES), *policy(name))
+        return
+    seed = random.SystemRandom().randrange(1 << 30)
+    print(f"seed {seed}")
+    r = random.Random(seed)
+    further = {name: [p for p in RECORDINGS if p.parent.name == name and not p.name.startswith("01")] for name in NAMES}
+    sample = {name: json.loads(r.choice(further[name]).read_text()) for name in r.sample(NAMES, 10)}
+    check_replay(tmp_path, sample, *policy("summarize-off"))
 
 
 @pytest.mark.integration
