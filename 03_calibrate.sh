@@ -77,7 +77,7 @@ bench() { # NAME CALLS_JSONL [ARGS]: the microbenchmark under the sampler
 	start_proxy "$CALIB_DATA/$name.proxy.jsonl" "logs/proxy-calib.log"
 	start_sampler "$CALIB_DATA/$name.csv" "logs/sampler-$name.log"
 	supervise -- "$PY" microbench.py --base-url "$SERVER_URL" --proxy-url "$PROXY_URL" --server-kind "$SERVER_KIND" --out "$CALIB_DATA/$calls" \
-		--transport "$CALIB_TRANSPORT" --quiet-s "$CALIB_QUIET_S" "$@" || rc=$?
+		--transport "$CALIB_TRANSPORT" --quiet-s "$CALIB_QUIET_S" --cool-down-s "$CALIB_COOL_DOWN_S" "$@" || rc=$?
 	stop "$SAMPLER_PID" || warn "the sampler ended badly (exit $?): see logs/sampler-$name.log"
 	stop "$PROXY_PID" || true
 	((rc == 0)) || die "the microbenchmark failed (exit $rc)"

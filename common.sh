@@ -65,7 +65,7 @@ verify_config() {
 	for name in PORT PROXY_PORT MAX_MODEL_LEN TENSOR_PARALLEL SERVER_SLOTS CALIB_REPS BATCH_SEED CONCURRENCY DRIFT_EVERY MAX_INFRA_FAILURES MIN_FREE_MB MAX_OUTPUT_TOKENS; do
 		setting "$name" '[0-9]+' 'a whole number'
 	done
-	for name in SAMPLER_HZ IDLE_S BATCH_IDLE_S CHECK_IDLE_S CHECK_WAIT_S DRIFT_TOLERANCE CALIB_QUIET_S SERVER_READY_S LLM_TIMEOUT_S TRIAL_DEADLINE_S; do setting "$name" "$number" 'a number'; done
+	for name in SAMPLER_HZ IDLE_S BATCH_IDLE_S CHECK_IDLE_S CHECK_WAIT_S DRIFT_TOLERANCE CALIB_QUIET_S CALIB_COOL_DOWN_S SERVER_READY_S LLM_TIMEOUT_S TRIAL_DEADLINE_S; do setting "$name" "$number" 'a number'; done
 	[[ $REPLAY_MODE != force || $SERVER_KIND == vllm ]] || die "setting REPLAY_MODE='force': only vLLM can be made to emit a reply; use putback" 2
 	for name in CALIB_CONTEXTS CALIB_OUTPUTS; do setting "$name" "$list" 'whole numbers with commas between them'; done
 	for name in APPEND_CACHED APPEND_UNCACHED APPEND_OUTPUTS; do setting "$name" "($list)?" 'whole numbers with commas between them, or nothing'; done

@@ -50,6 +50,7 @@ PROFILE_NAME=$(basename "$PROFILE_FILE" .sh)
 : "${CALIB_OUTPUTS=64,192,512}"                  # output lengths, tokens
 : "${CALIB_REPS=5}"                              # repetitions; each prompt is sent twice: miss, then hit
 : "${CALIB_QUIET_S=0.5}"                         # s between calls: at least 3 counter steps
+: "${CALIB_COOL_DOWN_S=10}"                      # s of rest after the warm-up and before each reference cell; 0: none
 : "${CALIB_TRANSPORT=chat}"                      # chat: as the agent does, through the proxy; completions: token ids, streamed
 : "${CALIB_COMPARE_REPS=0}"                      # repetitions of the grid over the other transport, which are compared, not fitted; 0: none
 : "${APPEND_CACHED=4096,16384,28672}"            # append cells validate the call model; empty: none

@@ -20,6 +20,7 @@
 : "${CALIB_CONTEXTS=128,512,1024}"
 : "${CALIB_OUTPUTS=16,48}"
 : "${CALIB_REPS=2}"
+: "${CALIB_COOL_DOWN_S=0}" # nothing here gets warm
 : "${APPEND_CACHED=512}"
 : "${APPEND_UNCACHED=64,192}"
 : "${APPEND_OUTPUTS=24}"
