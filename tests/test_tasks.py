@@ -174,7 +174,7 @@ def harbor(jobs, *args, timeout=900):
     if not exe.exists():
         pytest.skip("Harbor is not installed in this environment")
     env = {**os.environ, "HARBOR_TELEMETRY": "0", "LITELLM_OFFLINE_MODE": "true", "PYTHONPATH": str(REPO), "OPENAI_API_KEY": "none"}
-    argv = [exe, "run", "-p", TASKS / "local", "-o", jobs, "--job-name", "job", "-n", "8", "-y", "--quiet", *args]
+    argv = [exe, "run", "-p", TASKS / "local", "-o", jobs, "--job-name", "job", "-n", "6", "-y", "--quiet", *args]
     p = subprocess.run([str(a) for a in argv], env=env, capture_output=True, text=True, timeout=timeout)
     results = {r["task_name"]: r for r in (json.loads(f.read_text()) for f in Path(jobs).glob("job/*__*/result.json"))}
     assert results, p.stdout[-2000:] + p.stderr[-2000:]
