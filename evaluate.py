@@ -51,6 +51,7 @@ from stages.report import ALL_POLICIES, ALL_TASKS, FIRST_CALLS, MIN_TASKS_BOOTST
 SEED = 20260101  # of the bootstrap; any number does, a fixed one makes the tables reproducible
 RESAMPLES = 1999  # bootstrap resamples for ratios of sums; others take fewer on large tables
 LEVEL = 0.95
+MAX_TASKS_BOOTSTRAP = 2000  # beyond, the t distribution again: t* is normal by then, and resamples fill the memory
 MAX_FOLDS = 40  # tasks are left out one by one up to this many; beyond, and on large tables, in fewer groups of whole tasks
 MAX_RETRIES = 50  # the retry table ends here, however many attempts a task has
 DOMAINS = ("gpu", "cpu", "dram")
@@ -211,8 +212,8 @@ def ratio_interval(num, den):
     if m < MIN_TASKS_T:
         return Estimate(value)
     if se <= 1e-12 * abs(value):
-        return Estimate(value, value, value, "t" if m < MIN_TASKS_BOOTSTRAP else "bootstrap")
-    if m < MIN_TASKS_BOOTSTRAP:
+        return Estimate(value, value, value, "bootstrap" if MIN_TASKS_BOOTSTRAP <= m <= MAX_TASKS_BOOTSTRAP else "t")
+    if m < MIN_TASKS_BOOTSTRAP or m > MAX_TASKS_BOOTSTRAP:
         half = t_quantile(0.5 + LEVEL / 2, m - 1) * se
         return Estimate(value, value - half, value + half, "t")
     w = resamples(m, RESAMPLES if m <= 200 else 499)  # with many tasks t* is all but normal, and fewer will do
@@ -408,11 +409,13 @@ def read_trials(path):
                 "a reading that is missing is an empty cell"
             )
 
-    before = len(frame)
-    frame = frame.drop_duplicates()
-    if len(frame) < before:
-        notes.append(f"{before - len(frame)} row(s) stood twice in the table and count once")
     again = frame["trajectory"].duplicated(keep=False)
+    if again.any():
+        before = len(frame)
+        frame = frame.drop_duplicates()
+        if len(frame) < before:
+            notes.append(f"{before - len(frame)} row(s) stood twice in the table and count once")
+        again = frame["trajectory"].duplicated(keep=False)
     if again.any():
         name = sorted(set(frame.loc[again, "trajectory"]))[0]
         raise InputError(f"{path}: trajectory {name} stands in the table more than once with different numbers; keep the row that is right")
@@ -774,9 +777,9 @@ def scores(y, predicted, tasks):
     sums = np.column_stack([per_task(v) for v in (np.ones(n), y, y**2, error**2)])
     y_code, p_code = (np.unique(v, return_inverse=True)[1] for v in (y, predicted))
 
-    def r2(w):
-        """For each row of weights of the tasks."""
-        count, total, squares, residual = (w @ sums).T
+    def r2(totals):
+        """For each row of totals of the columns of `sums`."""
+        count, total, squares, residual = totals.T
         spread = squares - total**2 / count
         return 1 - residual / np.where(spread > 1e-12 * squares, spread, np.nan)
 
@@ -786,18 +789,17 @@ def scores(y, predicted, tasks):
     def rank_correlation(w):
         return weighted_correlation(weighted_ranks(y_code, w[codes]), weighted_ranks(p_code, w[codes]), w[codes])
 
-    every, without = np.ones((1, m)), 1 - np.eye(m)
-    few = int(min(999, max(199, 1e6 // n)))
-    for name, of in (("mdape", median), ("r2", r2), ("spearman", rank_correlation)):
-        value = float(r2(every)[0] if of is r2 else of(every[0]))
-        result[name] = Estimate(value if math.isfinite(value) and (n > 1 or of is median) else None)
-        # beyond 20,000 rows the intervals of these three would take minutes and be tiny
-        if m >= MIN_TASKS_BOOTSTRAP and n <= 20_000:
-            if of is r2:  # hangs on the few largest trajectories: simulated, 20 tasks, the usual tails cover 88 %, an eighth of them 95 %
-                replicates, jackknife, tail = r2(resamples(m)), r2(without), _tail(m) / 8
-            else:
-                replicates, jackknife, tail = np.array([of(w) for w in resamples(m)[:few]]), np.array([of(w) for w in without]), _tail(m)
-            result[name] = bca_interval(result[name].value, replicates, jackknife, tail)
+    whole = sums.sum(axis=0, keepdims=True)
+    values = {"mdape": median(np.ones(m)), "r2": r2(whole)[0] if n > 1 else math.nan, "spearman": rank_correlation(np.ones(m)) if n > 1 else math.nan}
+    result |= {k: Estimate(float(v) if math.isfinite(v) else None) for k, v in values.items()}
+    if not MIN_TASKS_BOOTSTRAP <= m <= MAX_TASKS_BOOTSTRAP or n > 20_000:  # beyond 20,000 rows these intervals would take minutes and be tiny
+        return result
+    # R2 hangs on the few largest trajectories: simulated, 20 tasks, the usual tails cover 88 %, an eighth of them 95 %
+    result["r2"] = bca_interval(result["r2"].value, r2(resamples(m) @ sums), r2(whole - sums), _tail(m) / 8)
+    drawn = resamples(m)[: int(min(999, max(199, 1e6 // n)))]
+    without = [1.0 - (np.arange(m) % min(m, 100) == g) for g in range(min(m, 100))]  # tasks left out one by one, many of them in groups
+    for name, of in (("mdape", median), ("spearman", rank_correlation)):
+        result[name] = bca_interval(result[name].value, np.array([of(w) for w in drawn]), np.array([of(w) for w in without]), _tail(m))
     return result
 
 
