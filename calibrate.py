@@ -789,6 +789,11 @@ def calibrate(samples_path, calls_path, idle_loaded=None, idle_bare=None, append
         if found and found["mape"] > UNRELIABLE:
             text = f"{name}: held-out error {found['mape']:.0%}: this call model is no basis for estimates; calibrate on a quiet machine"
             check("accuracy", "warning", text, quantity=name)
+        far = fit["held_out"]["leave_one_context_out"].get("time" if name == "time" else "above_idle")
+        if far and far["worst_cell_mape"] > UNRELIABLE and (not found or found["mape"] <= UNRELIABLE):
+            text = f"{name}: with a context left out, its cells are predicted up to {far['worst_cell_mape']:.0%} off ({far['worst_cell']}): "
+            text += "do not use the model beyond the contexts measured"
+            check("extrapolation", "warning", text, quantity=name, worst_cell_mape=far["worst_cell_mape"], worst_cell=far["worst_cell"])
         for term in fit["not_identified"]:
             if term == "cached" and (calls["unused"] == UNKNOWN_CACHED).any():
                 fit["terms"][term]["note"] = "the server does not report cached tokens (vLLM: --enable-prompt-tokens-details)"

@@ -629,6 +629,12 @@ def test_drift_of_the_reference_cell_is_told(tmp_path):
     assert "reference cell, miss: time at the end +" in texts(params, "warning")
 
 
+def test_a_context_that_the_others_do_not_foretell_is_told(repo):
+    """The included run: four contexts of 4,096 tokens and more say nothing about a prefill of 1,024."""
+    params = json.loads((repo / "results/calib/params.json").read_text())
+    assert "gpu: with a context left out, its cells are predicted up to 77% off (1024/64 miss): do not use" in texts(params, "warning")
+
+
 def test_predict_takes_unknown_counts_and_old_ones(tmp_path):
     params, _ = run(tmp_path, contexts=(1024, 4096, 8192), outputs=(64, 192), reps=2, draws=0)
     got = calibrate.predict(params, [4096, 4096], [np.nan, 4080], [64, 64])
