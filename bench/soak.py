@@ -11,6 +11,7 @@ and the disk use is bounded. Exit code 1 when something does not hold.
 
 import argparse
 import collections
+import contextlib
 import csv
 import json
 import os
@@ -205,7 +206,7 @@ def soak(folder, trials, minutes, every_s, seed):
     killer.join(60)
     reps_done = max(1, len(disturbed.measured()) // len(TASKS))
     planned = reps_done * len(TASKS)
-    for place, tries in ((disturbed, 3), (calm, 1)):
+    for place, tries in ((disturbed, 3), (calm, 2)):
         for _ in range(tries):
             batch = place.batch(tasks, reps_done)
             starts += place is disturbed
@@ -266,7 +267,14 @@ def main():
     a = p.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="trajoule-soak."))
     print(f"seed {a.seed}, data in {folder}", file=sys.stderr)
-    table, details = soak(folder, a.trials, a.minutes, a.every, a.seed)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        table, details = soak(folder, a.trials, a.minutes, a.every, a.seed)
+    finally:  # whatever went wrong here, nothing of it stays: the stages end what they started
+        for p in processes(str(folder)):
+            if p.line.startswith(("bash 06_run_batch.sh", "bash 02_serve_vllm.sh")) or "--name server-" in p.line:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(p.pid, signal.SIGTERM)
     table = [("seed", str(a.seed), None), *table]
     for what, value, holds in table:
         print(f"{'' if holds is None else 'ok' if holds else 'NOT':4}{value:>16}  {what}")
