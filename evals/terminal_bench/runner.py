@@ -514,9 +514,13 @@ class Process:
     def __init__(self, argv, log, grace_s, env):
         self.log, self.grace_s = log, grace_s
         command = [sys.executable, str(SUPERVISE), "--grace", str(grace_s), "--log", str(log), "--", *argv]
-        # in a session of its own, so that Ctrl-C reaches this program alone, which ends things in their order
+        # In a session of its own, so that Ctrl-C reaches this program alone, which ends things in their order; and deaf to no SIGINT, which a
+        # shell makes what it starts in the background.
         with open(log, "ab") as err:
-            self.process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=err, stderr=err, start_new_session=True)
+            self.process = subprocess.Popen(
+                command, env=env, stdin=subprocess.DEVNULL, stdout=err, stderr=err, start_new_session=True,
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            )  # fmt: skip
 
     def code(self):
         return self.process.poll()
@@ -1105,8 +1109,9 @@ def main(argv=None):
     args = p.parse_args(argv)
     if sys.platform not in ("linux", "darwin"):
         p.error(f"this runs on Linux and macOS, not on {sys.platform}")
-    for s in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(s, interrupt)
+    for s in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if s != signal.SIGHUP or signal.getsignal(s) != signal.SIG_IGN:  # nohup's choice stands
+            signal.signal(s, interrupt)
     run = None
     try:
         config = load_config(args.config, args.task)
