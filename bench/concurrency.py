@@ -1,7 +1,7 @@
 """What sharing a server does to energy: the same recording by two agents at a time, and by each alone, on the small model server.
 
     python bench/concurrency.py --out bench/concurrency.csv
-    python bench/concurrency.py --task sqlite-query --pairs 3
+    python bench/concurrency.py --pairs 5
 
 Calibrates the server first, then runs the recording twice alone (CONCURRENCY=1) and twice at once (CONCURRENCY=2), --pairs times each, and aligns.
 Identical concurrent work should get equal shares; the shares must add up to what the counters say for the time in which an agent executed; and a
@@ -29,7 +29,7 @@ def stage(env, *command):
         sys.exit(f"{' '.join(map(str, command))}: exit {r.returncode}\n{r.stderr[-2000:]}")
 
 
-def run(env, folder, task, pairs, at_a_time):
+def run(env, folder, pairs, at_a_time):
     """Rows of 2 x `pairs` trajectories of the same recording, `at_a_time` at once."""
     here = env | {"DATA_DIR": str(folder / f"x{at_a_time}"), "CONCURRENCY": str(at_a_time)}
     stage(here, "06_run_batch.sh", folder / "list.txt", "summarize-off", 2 * pairs)
@@ -61,30 +61,28 @@ def main():
     import soak
 
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--task", default="nested-archive")
     p.add_argument("--pairs", type=int, default=2)
     p.add_argument("--out", type=Path)
     p.add_argument("--keep", action="store_true", help="leave the data")
     a = p.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="trajoule-concurrency."))
     print(f"data in {folder}", file=sys.stderr)
-    recording = sorted((REPO / "tasks/recordings" / a.task).glob("*.json"))[0]
-    (folder / "recordings" / a.task).mkdir(parents=True)
-    shutil.copy(recording, folder / "recordings" / a.task)  # one recording, so that every repetition replays the same
-    (folder / "list.txt").write_text(f"{a.task}\n")
+    soak.write_tasks(folder)
+    (folder / "list.txt").write_text("count-a\n")  # it has one recording: every repetition replays the same
     port, proxy_port = soak.free_port(), soak.free_port()
     env = dict(os.environ) | {
         "PROFILE": "cpu-smollm2", "PORT": str(port), "PROXY_PORT": str(proxy_port), "DATA_DIR": str(folder / "data"), "RESULTS_DIR": str(folder / "res"),
         "TRAJOULE_RUN_DIR": str(folder / "run"), "ENVIRONMENT": "local_env", "MODE": "replay", "BATCH_IDLE_S": "1",
-        "RECORDINGS_DIR": str(folder / "recordings"), "SERVER_SLOTS": "4", "APPEND_CACHED": "", "CALIB_REPS": "2", "CALIB_CONTEXTS": "128,512", "IDLE_S": "5",
+        "TASKS_DIR": str(folder / "tasks"), "RECORDINGS_DIR": str(folder / "recordings"), "SERVER_SLOTS": "4",
+        "APPEND_CACHED": "", "CALIB_REPS": "2", "CALIB_CONTEXTS": "128,512", "IDLE_S": "5",
     }  # fmt: skip
     with open(folder / "server.log", "ab") as log:
         server = subprocess.Popen(["bash", "02_serve_vllm.sh"], cwd=REPO, env=env, stdout=log, stderr=log)
     try:
-        adapter = [sys.executable, "servers/adapter.py", "wait", "--kind", "llamacpp", "--url", f"http://127.0.0.1:{port}", "--timeout", "120"]
+        adapter = [sys.executable, "servers/adapter.py", "wait", "--kind", "llamacpp", "--url", f"http://127.0.0.1:{port}", "--timeout", "600"]
         subprocess.run(adapter, cwd=REPO, check=True)
         stage(env, "03_calibrate.sh")
-        alone, together = (run(env, folder, a.task, a.pairs, n) for n in (1, 2))
+        alone, together = (run(env, folder, a.pairs, n) for n in (1, 2))
     finally:
         server.terminate()
         server.wait(60)

@@ -186,7 +186,7 @@ def soak(folder, trials, minutes, every_s, seed):
     reps = -(-trials // len(TASKS))
     keeper = Keeper(disturbed.env, folder / "server.log")
     keeper.start()
-    adapter = [sys.executable, "servers/adapter.py", "wait", "--kind", "llamacpp", "--url", f"http://127.0.0.1:{port}", "--timeout", "120"]
+    adapter = [sys.executable, "servers/adapter.py", "wait", "--kind", "llamacpp", "--url", f"http://127.0.0.1:{port}", "--timeout", "600"]
     subprocess.run(adapter, cwd=REPO, check=True)
 
     # Under kills; then the plan is cut to what was begun, and that is finished in peace.
