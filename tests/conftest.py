@@ -1,10 +1,14 @@
 """What every test may use: the repository on sys.path, free ports, and the flag that keeps slow tests apart."""
 
+import signal
 import socket
 import sys
 from pathlib import Path
 
 import pytest
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # started in the background by a shell: what tests start would be deaf to SIGINT, too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))

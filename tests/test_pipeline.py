@@ -134,7 +134,7 @@ def test_from_idle_power_to_report(place):
         stage(place, f"05_oracle_check.sh {tasks}")
         assert "sqlite-query" in Path(place["ORACLE_DIR"], "oracle_ok.txt").read_text()
         again = stage(place, f"06_run_batch.sh {tasks} summarize-off 2")
-        assert "2 of 2 trajectories are measured" in again.stderr
+        assert "2 of 2 measured" in again.stderr
         assert "all 2 trajectories are measured already" in stage(place, f"06_run_batch.sh {tasks} summarize-off 2").stderr
     table = align(place)
     assert list(table.outcome) == ["success", "fail"]  # 01-solve, 02-all-states
