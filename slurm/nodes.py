@@ -10,11 +10,11 @@ calibration of the node that it ran on. `merge` refuses tables with different co
 import argparse
 import csv
 import json
-import os
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from stages import csvfiles  # noqa: E402
 
 
 def folders(traj, calib):
@@ -47,13 +47,7 @@ def merge(tables, out):
                     raise ValueError(f"{table}: {name} stands in {where[name]} too; a trajectory belongs to one node")
                 where[name] = table
                 rows.append(row)
-    out = Path(out)
-    tmp = out.with_name(f"{out.name}.tmp{os.getpid()}")
-    with open(tmp, "w", newline="", encoding="utf-8") as f:
-        w = csv.DictWriter(f, columns, lineterminator="\n")
-        w.writeheader()
-        w.writerows(rows)
-    os.replace(tmp, out)
+    csvfiles.write(Path(out), columns, rows)
     return len(rows)
 
 

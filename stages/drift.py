@@ -16,6 +16,8 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from stages import csvfiles  # noqa: E402
+
 FIELDS = ["t", "state", "n", "time_s", "time_shift", "gpu_total_j", "gpu_shift", "cpu_total_j", "cpu_shift"]
 
 
@@ -78,12 +80,7 @@ def check(a):
         code = 4 if beyond else code
         print(f"{'WARNING: drift: ' if beyond else ''}reference cell {cell[0]}/{cell[1]} {state}: "
               + ", ".join(f"{k} {x:+.1%}" for k, x in shifts.items()) + " against the calibration")  # fmt: skip
-    new = not a.log.exists()
-    with open(a.log, "a", newline="", encoding="utf-8") as f:
-        w = csv.DictWriter(f, FIELDS, lineterminator="\n")
-        if new:
-            w.writeheader()
-        w.writerows(rows)
+    csvfiles.append(a.log, FIELDS, rows)
     return code
 
 

@@ -11,13 +11,14 @@ Exit code: 0 as expected, 4 not (the lines say what), 2 bad input.
 """
 
 import argparse
-import csv
 import json
 import os
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from stages import csvfiles  # noqa: E402
+
 TOLERANCE = 0.03  # a trajectory's own quiet power is flagged at the same difference
 NOT_AS_EXPECTED = 4
 
@@ -59,12 +60,7 @@ def idle(a):
         rows.append({"t": f"{end:.3f}", "before": a.before, "domain": d, "power_w": f"{power_w:.3f}", "seconds": f"{end - begin:.2f}",
                      "shift": "" if shift is None else f"{shift:.4f}"})  # fmt: skip
     if a.log and rows:
-        new = not a.log.exists()
-        with open(a.log, "a", newline="", encoding="utf-8") as f:
-            w = csv.DictWriter(f, rows[0], lineterminator="\n")
-            if new:
-                w.writeheader()
-            w.writerows(rows)
+        csvfiles.append(a.log, list(rows[0]), rows)
     return code
 
 

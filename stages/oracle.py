@@ -11,9 +11,7 @@ was said about it, in a line.
 
 import argparse
 import asyncio
-import csv
 import json
-import os
 import re
 import shutil
 import signal
@@ -24,7 +22,7 @@ from pathlib import Path
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # in place of this folder, whose files are no packages
-from stages import datasets, plan, trial  # noqa: E402
+from stages import csvfiles, datasets, plan, trial  # noqa: E402
 
 FIELDS = [*["task", "ok", "reason", "reward", "wall_s", "pull_s", "build_s", "setup_s", "solve_s", "verify_s", "environment", "checked"], "image", "detail"]
 # What programs say when the network is the trouble, rather than the task. A refused connection is not among them: tasks have servers of their own.
@@ -76,34 +74,12 @@ def judge(result, docker=None, log="", error=""):
     return phase, said
 
 
-def read_rows(path):
-    try:
-        with open(path, encoding="utf-8-sig", newline="") as f:
-            return list(csv.DictReader(f))
-    except FileNotFoundError:
-        return []
-
-
-def replace(path, write):
-    tmp = path.with_name(f"{path.name}.tmp{os.getpid()}")
-    with open(tmp, "w", newline="", encoding="utf-8") as f:
-        write(f)
-    os.replace(tmp, path)
-
-
 def note(times, ok, row):
     """Write one task's row, in place of an earlier one, and the list of tasks that work."""
-    rows = [r for r in read_rows(times) if r["task"] != row["task"]] + [row]
-    times.parent.mkdir(parents=True, exist_ok=True)
-
-    def write_times(f):
-        w = csv.DictWriter(f, FIELDS, lineterminator="\n", extrasaction="ignore", restval="")
-        w.writeheader()
-        w.writerows(rows)
-
-    replace(times, write_times)
-    replace(ok, lambda f: f.write("# tasks whose reference solution earns its reward on this machine (05_oracle_check.sh)\n"
-                                  + "".join(f"{r['task']}\n" for r in rows if str(r["ok"]) == "1")))  # fmt: skip
+    found = [r for r in csvfiles.read(times) if r["task"] != row["task"]] + [row]
+    csvfiles.write(times, FIELDS, found, extra="ignore")
+    csvfiles.replace(ok, lambda f: f.write("# tasks whose reference solution earns its reward on this machine (05_oracle_check.sh)\n"
+                                       + "".join(f"{r['task']}\n" for r in found if str(r["ok"]) == "1")))  # fmt: skip
 
 
 def read_result(folder):
@@ -201,7 +177,7 @@ def main():
     except (OSError, ValueError) as e:
         print(f"oracle: {e}", file=sys.stderr)
         sys.exit(2)
-    known = {r["task"] for r in read_rows(a.times) if r["environment"] == a.environment and not (a.retry and r["ok"] != "1")}
+    known = {r["task"] for r in csvfiles.read(a.times) if r["environment"] == a.environment and not (a.retry and r["ok"] != "1")}
     todo = [t for t in tasks if t not in known]
     if len(todo) < len(tasks):
         print(f"{len(tasks) - len(todo)} of {len(tasks)} have a row in {a.times} already", flush=True)

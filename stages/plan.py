@@ -11,14 +11,15 @@ may plan at once: they take turns. Columns: order, task, policy, rep, mode, reco
 
 import argparse
 import contextlib
-import csv
 import fcntl
 import json
-import os
 import random
 import re
 import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from stages import csvfiles  # noqa: E402
 
 FIELDS = ["order", "task", "policy", "rep", "mode", "recording", "seed"]
 
@@ -112,11 +113,7 @@ def locked(path):
 
 
 def read_plan(path):
-    try:
-        with open(path, encoding="utf-8-sig", newline="") as f:
-            rows = list(csv.DictReader(f))
-    except FileNotFoundError:
-        return []
+    rows = csvfiles.read(path)
     lacking = [c for c in FIELDS if rows and rows[0].get(c) is None]
     if lacking:
         raise ValueError(f"{path}: column(s) {', '.join(lacking)} missing; delete it to plan anew")
@@ -133,13 +130,7 @@ def extend(a):
     new = [r for r in wanted if key(r) not in have]
     if new:
         last = max((int(r["order"]) for r in known), default=0)
-        rows = known + [{**r, "order": last + k} for k, r in enumerate(new, 1)]
-        tmp = a.plan.with_suffix(f".tmp{os.getpid()}")
-        with open(tmp, "w", newline="", encoding="utf-8") as f:
-            w = csv.DictWriter(f, FIELDS, lineterminator="\n")
-            w.writeheader()
-            w.writerows(rows)
-        os.replace(tmp, a.plan)
+        csvfiles.write(a.plan, FIELDS, known + [{**r, "order": last + k} for k, r in enumerate(new, 1)])
     return done
 
 

@@ -8,17 +8,15 @@ the usual time between the ends of two trials times the trials left, so it holds
 """
 
 import argparse
-import csv
 import html
 import json
-import os
 import statistics
 import sys
 import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from stages import plan  # noqa: E402
+from stages import csvfiles, plan  # noqa: E402
 
 WASTE = ["trajectory", "set_aside", "reason", "seconds", "energy_j", "domains", "sources"]
 
@@ -52,33 +50,21 @@ def read_json(path):
 
 def wasted(unfinished, table):
     """Rows of waste.csv, brought up to date: one per folder of `unfinished`. Folders never change, so known ones are not read again."""
-    rows = {}
-    if table.exists():
-        with open(table, encoding="utf-8-sig", newline="") as f:
-            rows = {r["set_aside"]: r for r in csv.DictReader(f)}
+    known = {r["set_aside"]: r for r in csvfiles.read(table)}
     found = sorted(p.name for p in unfinished.glob("*") if p.is_dir()) if unfinished.exists() else []
     for name in found:
-        if name not in rows:
+        if name not in known:
             trial = read_json(unfinished / name / "trial.json")
             reason = (plan.infra_failure(trial) or "measured, then set aside") if trial else "stopped before its end"
             seconds, joules, domains, sources = used(unfinished / name)
-            rows[name] = dict(zip(WASTE, [name.rpartition(".")[0], name, reason, rounded(seconds), rounded(joules), domains, sources], strict=True))
-    rows = [rows[n] for n in found]
-    if rows:
-        write(table, lambda f: (w := csv.DictWriter(f, WASTE, lineterminator="\n"), w.writeheader(), w.writerows(rows)))
-    return rows
+            known[name] = dict(zip(WASTE, [name.rpartition(".")[0], name, reason, rounded(seconds), rounded(joules), domains, sources], strict=True))
+    if found:
+        csvfiles.write(table, WASTE, [known[n] for n in found])
+    return [known[n] for n in found]
 
 
 def rounded(x):
     return "" if x is None else round(x, 3)
-
-
-def write(path, body):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    tmp = path.with_name(f"{path.name}.tmp{os.getpid()}")
-    with open(tmp, "w", newline="", encoding="utf-8") as f:
-        body(f)
-    os.replace(tmp, path)
 
 
 def spacing(ends):
@@ -109,7 +95,7 @@ def look(traj, waste_table):
             ends.append(trial["t_end"])
         trials.append({"name": name, "t_end": trial.get("t_end"), "failure": plan.infra_failure(trial), "reward": trial.get("reward"),
                        "exception": trial.get("exception"), **cache[name]} | {"t_end": trial.get("t_end")})  # fmt: skip
-    write(cache_path, lambda f: json.dump(cache, f, allow_nan=False))
+    csvfiles.replace(cache_path, lambda f: json.dump(cache, f, allow_nan=False))
     failed = [t for t in trials if t["failure"]]
     left = len(rows) - len(trials)
     gap = spacing(ends)
@@ -191,7 +177,7 @@ def main():
         print(f"status: {e}", file=sys.stderr)
         sys.exit(2)
     if a.out:
-        write(a.out, lambda f: f.write(page(b, a.title)))
+        csvfiles.replace(a.out, lambda f: f.write(page(b, a.title)))
     print(line(b))
 
 

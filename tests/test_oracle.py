@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from stages import oracle
+from stages import csvfiles, oracle
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -95,7 +95,7 @@ def test_one_broken_task_ends_no_other_and_an_interrupted_check_goes_on(tmp_path
     rows, end = [], time.monotonic() + 120
     while len(rows) < 4 and p.poll() is None and time.monotonic() < end:
         time.sleep(0.2)
-        rows = oracle.read_rows(tmp_path / "times.csv")
+        rows = csvfiles.read(tmp_path / "times.csv")
     p.send_signal(signal.SIGTERM)
     out, _ = p.communicate(timeout=60)
     assert p.returncode == 130, out
