@@ -8,7 +8,7 @@
 As a program it prints what a file holds, and the energy of the whole of it or of one interval:
 
     python3 energylib.py data/calib/samples.csv
-    python3 energylib.py data/calib/samples.csv --from 1796041954.885 --to 1796041957.287
+    python3 energylib.py data/calib/samples.csv --from 1796053902.287 --to 1796053904.602   # one call
 
 Counters are cumulative and step. A step table (time of the step, joules up to it) is made of every counter: unwrapped
 (RAPL: one range per backward step), resets and glitches found, duplicate and out-of-order rows removed. Energy is the
@@ -47,6 +47,8 @@ CLOCK_STEP_S = 0.05  # t - mono moves by less than this while no one sets the cl
 CHUNK_BYTES = 2 << 20  # parsing stays in the processor's cache
 QUERIES = 1 << 14  # so many points in time are looked up at once, for the same reason
 UNIT_J = {"_mj": 1e-3, "_est_uj": 1e-6, "_uj": 1e-6}
+# Reasons of NVML (a bit mask) for which a GPU runs slower than its user wants. Idle (0x1) and clocks that somebody set (0x2, 0x100) are none.
+THROTTLE_REASONS = {0x4: "software power cap", 0x8: "hardware slowdown", 0x20: "software thermal", 0x40: "hardware thermal", 0x80: "power brake"}
 COUNTER = re.compile(r"^(gpu\d+|cpu\d+|dram\d+)(_mj|_est_uj|_uj)$")
 
 
@@ -85,7 +87,7 @@ def sha256(path):
 def write_json_atomic(path, obj):
     """Write `obj` as JSON through a temporary file and a rename, so that the file is there whole or not at all.
 
-    Raises ValueError for NaN and Infinity, which JSON does not have (use None)."""
+    Raises ValueError for NaN and Infinity, which JSON does not have (use None), and OSError that names `path`."""
     text = json.dumps(obj, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
     tmp = f"{path}.tmp{os.getpid()}"
     try:
@@ -94,10 +96,11 @@ def write_json_atomic(path, obj):
             f.flush()
             os.fsync(f.fileno())
         os.replace(tmp, path)
-    except BaseException:
+    except OSError as e:
+        raise OSError(e.errno, e.strerror, str(path)) from None
+    finally:
         if os.path.exists(tmp):
             os.unlink(tmp)
-        raise
 
 
 def _open(path):
@@ -125,6 +128,22 @@ def read_jsonl(path):
             raise DataError(f"{path}: line {number}: found {type(row).__name__}, expected a JSON object")
         out.append(row)
     return out
+
+
+def state_path(samples_path):
+    """Where the sampler writes the state of the hardware beside `samples_path`: state.csv for samples.csv, else NAME.state.csv."""
+    path = Path(samples_path)
+    name = path.name.removesuffix(".gz").removesuffix(".csv")
+    return path.with_name("state.csv" if name == "samples" else f"{name}.state.csv")
+
+
+def read_state(path):
+    """{column: float array in order of time} of a state.csv (sampler.py), NaN for empty cells. Raises DataError as for samples."""
+    table, _ = _read_columns(path, lambda name, header: True)
+    if "t" not in table:
+        raise DataError(f"{path}: found no column t, expected the state.csv that sampler.py writes")
+    order = np.argsort(table["t"], kind="stable")
+    return {name: column[order] for name, column in table.items()}
 
 
 def _read_columns(path, wanted):
@@ -370,14 +389,18 @@ class Steps:
         n = len(self.t) - 1
         k = np.arange(0, max(0, n), max(1, n // 20_000))
         self.usual = float(np.median(self.t[k + 1] - self.t[k])) if len(k) else np.nan
-        self.contrast = np.zeros(max(0, n), np.float32)  # difference in power between the neighbours of a step
+        self.contrast = np.zeros(max(0, n), np.float32)  # range of the power of a step and its neighbours
         for a in range(0, n if n > 1 else 0, 4 * QUERIES):  # in pieces: memory that is touched first is slow
             b = min(n, a + 4 * QUERIES)
             lo, hi = max(0, a - 1), min(n, b + 1)
             watts = np.diff(self.j[lo : hi + 1]) / np.diff(self.t[lo : hi + 1])
             before = np.r_[watts[:1], watts[:-1]] if a == 0 else watts[: b - a]
             after = watts[a + 1 - lo :] if b < n else np.r_[watts[a + 1 - lo :], watts[-1:]]
-            np.abs(after - before[: b - a], out=self.contrast[a:b], casting="same_kind")
+            before, own = before[: b - a], watts[a - lo : b - lo]
+            highest, lowest = np.maximum(before, own), np.minimum(before, own)
+            np.maximum(highest, after, out=highest)
+            np.minimum(lowest, after, out=lowest)
+            np.subtract(highest, lowest, out=self.contrast[a:b], casting="same_kind")
         self.lost = np.r_[0, np.cumsum(self.bad)] if self.bad.any() else None
 
     def find(self, t, row):
@@ -609,7 +632,7 @@ def _pair(t0, t1):
 
 
 def read_samples(path, meta=None):
-    """Read a samples.csv (also .gz) and its sidecar (`meta`: path; default NAME.meta.json beside it; may be missing).
+    """Read a samples.csv (also .gz) and its sidecar (`meta`: path, or what it says; default NAME.meta.json beside it; may be missing).
 
     Takes BOM, CRLF, a torn last line, missing cells, duplicate and out-of-order rows; what it mended is in `.flags`.
     Raises DataError when there is no usable row or column, OSError when the file cannot be read."""
@@ -668,6 +691,8 @@ def _needed(name, header):
 
 
 def _read_meta(path, meta, flags):
+    if isinstance(meta, dict):
+        return meta
     if meta is None:
         name = path.name.removesuffix(".gz").removesuffix(".csv")
         meta = path.with_name(f"{name}.meta.json")
@@ -702,6 +727,9 @@ def _make_steps(samples, domain):
     if not there.all():
         rows = which = np.flatnonzero(there)
         _flag(samples, f"{domain}:missing_cells")
+        since = np.diff(samples.mono[which])
+        if np.any((since > GAP_TICKS * samples.tick_s) & (np.diff(which) > 1)):
+            _flag(samples, f"{domain}:counter_gap")
     value, mono = raw[rows] * UNIT_J[suffix], samples.mono[rows]
     limit = 3 * info["power_limit_w"] if info.get("power_limit_w") else MAX_POWER_W[group(domain)]
     span = info.get("max_range_uj")
@@ -781,8 +809,12 @@ def _unwrap(samples, domain, value, mono, limit_w, span):
     rise[:1] = 0.0
     np.subtract(value[1:], value[:-1], out=rise[1:])
     slack = 0.25 * limit_w  # a value may belong to a step up to 0.2 s older than its row
-    if span is not None and n > 1 and (mono[1:] - mono[:-1]).max() * limit_w / 3 > span:
-        _flag(samples, f"{domain}:wrap_ambiguous")
+    if span is not None:
+        since = mono[1:] - mono[:-1]
+        may_wrap = since * limit_w / 3 > span
+        if may_wrap.any():
+            bad[1:] = may_wrap & (since > GAP_TICKS * samples.tick_s)  # how often it wrapped there cannot be told
+            _flag(samples, f"{domain}:wrap_ambiguous")
     if not n or (rise.min() >= 0 and rise.max() <= slack):
         return rise, bad, keep
     dt = np.r_[0.0, np.diff(mono)]
@@ -804,12 +836,13 @@ def _unwrap(samples, domain, value, mono, limit_w, span):
             rise[r] = value[r] - value[p] + span
             _flag(samples, f"{domain}:wrapped")
             continue
-        back = next((q for q in range(r + 1, min(r + 6, n)) if fits(p, q)), None)
-        if back is not None:  # a few wrong values, then the counter is where it should be
+        # a few wrong values, then the counter is where it should be; one that stays up has jumped
+        back = next((q for q in range(r + 1, min(r + 6, n)) if fits(p, q) and (value[r] < value[p] or value[q] < value[r])), None)
+        if back is not None:
             keep[r:back] = False
             rise[back] = value[back] - value[p]
             _flag(samples, f"{domain}:counter_glitch")
-        elif len(before) > 1 and fits(before[-2], r):
+        elif len(before) > 1 and value[r] < value[p] and fits(before[-2], r):
             keep[p] = False
             rise[r] = value[r] - value[before[-2]]
             _flag(samples, f"{domain}:counter_glitch")
@@ -823,7 +856,8 @@ def _unwrap(samples, domain, value, mono, limit_w, span):
 
 
 def _check_still(samples, domain, steps, mono):
-    """A counter that stands still is flagged; where its own power reading says that energy flowed uncounted, it is unknown."""
+    """A counter that stands still is flagged; where its own power reading, or the power right before and after, says that energy flowed
+    uncounted, it is unknown."""
     if samples.source[domain] == "model":
         return
     long = 2.0 if len(steps.t) < 3 else max(2.0, 10 * steps.usual)
@@ -839,13 +873,16 @@ def _check_still(samples, domain, steps, mono):
             continue  # no rows: a gap of the sampler, not of the counter
         _flag(samples, f"{domain}:counter_stuck")
         watts = power[a:b][np.isfinite(power[a:b])] if power is not None else np.empty(0)
+        if not len(watts) and 0 < g < len(steps.t) - 2:
+            around = slice(g - 1, g + 3)
+            watts = np.min((np.diff(steps.j[around]) / np.diff(steps.t[around]))[::2], keepdims=True)
         if len(watts) and watts.mean() * (steps.t[g + 1] - steps.t[g]) > 2 * (steps.j[g + 1] - steps.j[g]):
             steps.bad[g] = True
             steps.lost = np.r_[0, np.cumsum(steps.bad)]
 
 
 def _integrate_power(samples, domain):
-    """nvml-power: no energy counter, power readings integrated (trapezoids between rows)."""
+    """nvml-power: no energy counter, power readings integrated (trapezoids between rows). What was drawn in a gap is unknown."""
     raw = samples.columns[f"{domain}_w"]
     ok = np.isfinite(raw)
     if not ok.all():
@@ -857,7 +894,7 @@ def _integrate_power(samples, domain):
     # the reading may be an average over a second (Ampere and later): where power changes, its time is not known better than that
     change = np.abs(np.interp(t + 0.5, t, w) - np.interp(t - 0.5, t, w))
     sd = 0.005 + 0.25 * change / np.maximum(w, 1.0)
-    return Steps(t, joules, sd, np.zeros(max(0, len(t) - 1), bool), "linear")
+    return Steps(t, joules, sd, np.diff(t) > GAP_TICKS * samples.tick_s, "linear")
 
 
 class _Edges:
@@ -1029,27 +1066,39 @@ def _at(s, t, row, profile, edges_before, joules, variance):
     return i, since
 
 
+def unix_time(text):
+    """A moment, for argparse."""
+    from stages.arguments import parsed
+
+    return parsed(float, text, lambda t: abs(t) < 1e11, "a Unix time in seconds")  # milliseconds since 1970 are above
+
+
 def main(argv=None):
     import argparse
     import sys
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("samples", help="samples.csv as sampler.py writes it")
-    parser.add_argument("--from", dest="t0", type=float, help="begin, Unix seconds (default: first row)")
-    parser.add_argument("--to", dest="t1", type=float, help="end, Unix seconds (default: last row)")
+    parser.add_argument("--from", dest="t0", type=unix_time, metavar="T", help="begin, Unix seconds (default: first row)")
+    parser.add_argument("--to", dest="t1", type=unix_time, metavar="T", help="end, Unix seconds (default: last row)")
     args = parser.parse_args(argv)
     try:
         samples = read_samples(args.samples)
+        t0 = samples.t_begin if args.t0 is None else args.t0
+        t1 = samples.t_end if args.t1 is None else args.t1
+        covers = f"{args.samples} covers {samples.t_begin:.3f} to {samples.t_end:.3f}"
+        if t0 >= t1:
+            raise DataError(f"--from {t0:.3f} --to {t1:.3f}: expected a begin before the end ({covers})")
+        if t1 < samples.t_begin or t0 > samples.t_end:
+            raise DataError(f"--from {t0:.3f} --to {t1:.3f}: {covers}")
     except (DataError, OSError) as e:
         print(f"energylib.py: {e}", file=sys.stderr)
         return 2
-    t0 = samples.t_begin if args.t0 is None else args.t0
-    t1 = samples.t_end if args.t1 is None else args.t1
     energy = samples.energy([t0], [t1])
     print(f"{args.samples}: {len(samples.t)} rows, tick {samples.tick_s:.3f} s, {t1 - t0:.3f} s, covered {energy.covered[0]:.3f}")
     for domain in samples.domains:
         joules, err = energy.joules[domain][0], energy.err[domain][0]
-        text = "unknown" if np.isnan(joules) else f"{joules:.3f} J +- {err:.3f}, {joules / (t1 - t0) if t1 > t0 else float('nan'):.2f} W"
+        text = "unknown" if np.isnan(joules) else f"{joules:.3f} J +- {err:.3f}, {joules / (t1 - t0):.2f} W"
         print(f"  {domain}: {text} ({samples.source[domain]}, {energy.method[domain]})")
     if samples.flags:
         print("  flags: " + ", ".join(samples.flags))

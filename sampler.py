@@ -1,6 +1,6 @@
 """Read the machine's cumulative energy counters into a CSV, and know when each counter stepped.
 
-    python3 sampler.py -o data/calib/samples.csv                      # every GPU of CUDA_VISIBLE_DEVICES and every CPU package
+    python3 sampler.py -o run/samples.csv                             # every GPU of CUDA_VISIBLE_DEVICES and every CPU package
     python3 sampler.py -o run/samples.csv --gpus 2,3 --duration 60
     python3 sampler.py -o run/samples.csv --cpu-model 0.74:3.5        # no counters here: estimate, labelled "model"
 
@@ -84,13 +84,22 @@ class Tracker:
     Where the limit lies: what a read of length L saw may be L old or brand new, and no series of reads can tell, so no interval
     is narrower than L. F adds its scatter: with a counter that steps as regularly as an H200's (0.7 ms), half an interval is about
     L/2 + 1 ms. A step that scatters more than JITTER_S is covered less often than 99 % when reads are that long.
-    A counter that steps every 20 ms (PROBE_PERIOD_S) is located so only with reads below PROBE_S: with longer ones 30 reads a second
-    leave most of its 50 steps unseen, and a prediction that has slipped by a whole step then gets the same answers as a right one.
-    Such a counter is read in pairs, back to back until the value changes: certain, seven to ten steps a second, half an interval L.
+
+    A counter that steps every 20 ms (below FAST_S) leaves most of its steps unseen at 30 reads a second, and with long reads a prediction
+    that has slipped gets nearly the answers of a right one. What tells are pairs of reads begun less than a period apart: they differ
+    when a flip lies between their begins. So the search reads back to back and takes the period and the flip that make its answers
+    most likely (_fold); each probe is the middle of three reads, back to back; and every second the latest pairs are folded over the
+    period again (_check): where they say otherwise the flip moves there, and until they agree, only what two reads enclose is said.
+    Where the moment inside such a read varies at random over more than half a period, flips cannot be told apart: then the counter
+    is read in pairs until the value changes, certain, seven to ten steps a second, half an interval L.
     """
 
     PROBE_S = 0.0036  # two reads of this length still bracket a step to +-5 ms
-    PROBE_PERIOD_S = 0.04  # faster counters are never probed; with reads as long as that they are read in pairs
+    FAST_S = 0.04  # a counter that steps faster, with reads longer than PROBE_S, is searched and followed by pairs of reads
+    SEARCH, GAIN = 100, 5.0  # so many reads for that search, and by so much the log-likelihood must be better than that of no period
+    PAIRS, CHECK = 60, 20  # so many pairs are kept, and looked at again after so many new ones
+    AGREES, MOVES = 2.0, 5.0  # a flip elsewhere that is more likely by so much (log) raises doubt, or is taken
+    FAST_SETTLED_S, FAST_WANDER = 0.0035, 0.04  # instead of SETTLED_S, and a factor on WANDER (steps are closer together)
     ALIASED = 0.5  # when more than this share of the reads in a row see a new value, steps cannot be told from each other
     # A probed step's interval is WIDTH_S wide, or SPARE_S wider than the usual read; wider when in doubt. What read lengths scatter (SPREAD
     # of the middle half of them) is taken off, so that half of the intervals stay within SPARE_S although the usual length is an estimate.
@@ -122,6 +131,7 @@ class Tracker:
         self.last_ok = None
         self.tokens, self.refilled = float(self.BURST), None
         self._median = None
+        self.pairs, self.unchecked, self.agrees, self.narrow = deque(maxlen=self.PAIRS), 0, True, 0.5
 
     # reading
 
@@ -191,10 +201,11 @@ class Tracker:
     def _acquire(self):
         """Poll until the period is known. True: locked (period, flip). False: not yet (the caller calls again)."""
         flips = []  # (begin of the last read that saw the old value, begin and end of the first that saw the new)
+        polls, told = [], -math.inf  # (read, next read) of all; when a step of a fast counter was last told: one a tick is enough
         # reads held back by the budget would miss steps and see a new value every time
         self._wait(self.now() + (60 - self.tokens) / self.RATE)
-        old = self._read()
-        seen, changes, fast = 1, 0, False
+        begin = old = self._read()
+        seen, changes, fast, quiet = 1, 0, False, begin[0]
         while not self.stopped():
             # close together at first: a counter that steps twice in the first 12 reads is a fast one
             spacing = max(0.004 if seen < 12 or fast else 0.007, self._latency())
@@ -203,21 +214,30 @@ class Tracker:
             self._wait(old[0] + spacing)
             new = self._read()
             seen += 1
+            polls.append((old, new))
             if new[2] != old[2]:
                 flips.append((old[0], new[0], new[1]))
                 changes += 1
-                self._found(new[2], old[0], new[1])
+                if not fast or old[0] - told >= self.tick_s:
+                    self._found(new[2], old[0], new[1])
+                    told = old[0]
+            if new[2] != old[2] or new[0] - quiet > 2 * self.tick_s:  # a counter that stands still must not hide the power
+                quiet = new[0]
                 self.between()
             old = new
             fast |= seen == 12 and len(flips) >= 2
-            if seen >= 24 and changes > self.ALIASED * seen:
+            by_pairs = fast and self._latency() >= self.PROBE_S and old[0] - begin[0] < self.FAST_S * changes
+            if seen >= 24 and changes > (0.85 if by_pairs else self.ALIASED) * seen:
                 return self._fast(changes < 0.85 * seen)
+            if by_pairs and seen >= self.SEARCH:
+                return self._fold(polls) or self._fast(True)
             if new[0] - old[0] > 0.03 + 2 * spacing:
-                seen, changes, flips = 0, 0, []  # the budget is spent after all
+                seen, changes, flips, polls, begin = 0, 0, [], [], new  # the budget is spent after all
             if fast and new[1] - old[0] > spacing + 0.6 * self._latency() + 0.002:
                 flips = []  # held up: steps of a fast counter may have been missed
-            if seen >= 24 and len(flips) >= (7 if fast or self._latency() > self.PROBE_S else 4) and self._fit(flips):
-                return True if self.period >= self.PROBE_PERIOD_S or self._latency() < self.PROBE_S else self._fast(True)
+            enough = 7 if fast or self._latency() > self.PROBE_S else 4
+            if not by_pairs and seen >= 24 and len(flips) >= enough and self._fit(flips):
+                return True
             if len(flips) >= 16:
                 flips = flips[-8:]
         return False
@@ -243,23 +263,102 @@ class Tracker:
         n = len(index)
         if worst > 0.8 * width or period < 0.9 * width:
             return False
-        self.period, self.flip = period, mean_t + period * (index[-1] - mean_i)
         sd = width / 3
-        slope = sd**2 / spread
-        # covariance of (flip, period, change of the period per step)
-        self.cov = [sd**2 / n + slope * (index[-1] - mean_i) ** 2, slope * (index[-1] - mean_i), slope, 0.0, 0.0, self.BEND_S**2]
-        self.bend, self.fit = 0.0, [0.0] * len(self.SHARES)
-        self.noise, self.lost, self.astray, self.fitted, self.turn, self.doubt = 0.0007, 0, 0.0, period, 0, 0
-        self.streak, self.answer = 0, None
+        slope, ahead = sd**2 / spread, index[-1] - mean_i
+        self._lock(period, mean_t + period * ahead, sd**2 / n + slope * ahead**2, slope * ahead, slope, 0.0007)
         return True
+
+    def _lock(self, period, flip, flip_var, both, period_var, noise):
+        """Follow from here: period, next flip, their variances and covariance, scatter of the flip."""
+        self.period, self.flip, self.noise = period, flip, noise
+        # covariance of (flip, period, change of the period per step)
+        self.cov = [flip_var, both, period_var, 0.0, 0.0, self.BEND_S**2]
+        self.bend, self.fit = 0.0, [0.0] * len(self.SHARES)
+        self.lost, self.astray, self.fitted, self.turn, self.doubt = 0, 0.0, period, 0, 0
+        self.streak, self.answer = 0, None
+        self.pairs.clear()
+        self.unchecked, self.agrees, self.narrow = 0, True, 0.5
+
+    # pairs of reads, for fast counters with long reads
+
+    def _pair(self, a, b):
+        """(begins of two reads, whether they differ), None when one was held up: it may have seen anything."""
+        held = 1.3 * self._latency()
+        return None if max(a[1] - a[0], b[1] - b[0], b[0] - a[0]) > held else (a[0], b[0], a[2] != b[2])
+
+    @staticmethod
+    def _likelihood(pairs, flip, period, sd):
+        """Logarithm of the chance of the answers of `pairs`; sd: scatter of the flip."""
+        total, root = 0.0, sd * math.sqrt(2)
+        for a, b, changed in pairs:
+            since = (a - flip) % period
+            p = 0.5 * (math.erfc(since / root) + math.erfc((period - since - (b - a)) / root))
+            p = min(max(p, 0.03), 0.97)
+            total += math.log(p if changed else 1 - p)
+        return total
+
+    def _fold(self, polls):
+        """Period and flip that make the answers of reads taken back to back most likely: a coarse grid, then a fine one."""
+        latency, end = self._latency(), polls[-1][1][1]
+        pairs = [(p[0] - end, p[1] - end, p[2]) for p in (self._pair(a, b) for a, b in polls) if p]
+        changes = sum(changed for *_, changed in pairs)
+        if not 0 < changes < len(pairs):
+            return False
+        guess = sum(b - a for a, b, _ in pairs) / changes
+        grid = ((guess * (1 + 0.003 * i), guess * j / 12) for i in range(-40, 41) for j in range(12))
+        _, period, flip = max((self._likelihood(pairs, -at, period, 0.2 * latency), period, -at) for period, at in grid)
+        spreads = (0.0009, 0.1 * latency, 0.15 * latency, 0.29 * latency)  # the last one: seen anywhere inside the read
+        fine = [(period * (1 + 0.0006 * i), flip + period * j / 48, sd) for i in range(-7, 8) for j in range(-6, 7) for sd in spreads]
+        found = [(self._likelihood(pairs, at, p, sd), p, at, sd) for p, at, sd in fine]
+        best, period, flip, sd = max(found)
+        share = changes / len(pairs)
+        chance = sum(math.log(share if changed else 1 - share) for *_, changed in pairs)
+        settled = max(x[0] for x in found if x[3] < spreads[-1])
+        if best - chance < self.GAIN or (best - settled > self.AGREES and latency > 0.5 * period):
+            return False
+        weights = [(math.exp(value - best), p - period, at - flip) for value, p, at, _ in found if value > best - 8]
+        total = sum(w for w, _, _ in weights)
+        p, f = (sum(x[0] * x[k] for x in weights) / total for k in (1, 2))
+        vp, vf = (sum(x[0] * (x[k] - m) ** 2 for x in weights) / total for k, m in ((1, p), (2, f)))
+        both = sum(w * (x - p) * (y - f) for w, x, y in weights) / total
+        period, flip_var = period + p, vf + (period / 48) ** 2
+        if flip_var > self.SETTLED_S**2:  # the covariance shrinks along, or it would be none
+            both *= self.SETTLED_S / math.sqrt(flip_var)
+            flip_var = self.SETTLED_S**2
+        self._lock(period, end + flip + f, flip_var, both, vp + (0.0003 * period) ** 2, min(max(sd, self.JITTER_S), self.NOISE_S[1]))
+        return True
+
+    def _check(self, *reads):
+        """Take in reads in a row; every CHECK pairs ask all that are kept whether the flip is where it is thought to be."""
+        new = [p for p in (self._pair(a, b) for a, b in zip(reads, reads[1:], strict=False)) if p]
+        self.pairs.extend(new)
+        self.unchecked += len(new)
+        if self.unchecked < self.CHECK or len(self.pairs) < self.PAIRS // 2:
+            return
+        self.unchecked = 0
+        pairs = [(a - self.flip, b - self.flip, changed) for a, b, changed in self.pairs]
+        turn = self.period**2 / 8 / (pairs[-1][1] - pairs[0][0])  # a change of the period that moves the oldest flips by an eighth
+        found = []
+        for sd in (0.0012, 0.29 * self._latency()):
+            for period in (self.period - turn, self.period, self.period + turn):
+                found += [(self._likelihood(pairs, at, period, sd), at) for at in (self.period * (j / 24 - 0.5) for j in range(24))]
+        best, at = max(found)
+        here = max(value for value, at in found if abs(at) < self.period / 15)
+        self.agrees = best - here < self.AGREES
+        if best - here > self.MOVES:
+            self.flip += at
+            self.cov[0] = max(self.cov[0], (self.period / 24) ** 2)
+            self.astray = 0.0
 
     def _advance(self, skip):
         """The filter's prediction for `skip` steps ahead."""
         pp, pt, tt, pb, tb, bb = self.cov
         k, h = skip, skip * skip / 2
+        calm = self.FAST_WANDER if self._paired() else 1.0
         p, q, r = pp + k * pt + h * pb, pt + k * tt + h * tb, pb + k * tb + h * bb
         u, v = tt + k * tb, tb + k * bb
-        self.cov = [p + k * q + h * r + k * self.WANDER_FLIP, q + k * r, u + k * v + k * self.WANDER, r, v, bb + k * self.WANDER_BEND]
+        wander_flip, wander, wander_bend = (k * calm * x for x in (self.WANDER_FLIP, self.WANDER, self.WANDER_BEND))
+        self.cov = [p + k * q + h * r + wander_flip, q + k * r, u + k * v + wander, r, v, bb + wander_bend]
         self.flip += k * self.period + h * self.bend
         self.period += k * self.bend
 
@@ -329,17 +428,21 @@ class Tracker:
         """Remember how often the step was not where it should have been."""
         self.astray += 0.1 * (yes - self.astray)
 
+    def _paired(self):
+        return self.period < self.FAST_S and self._latency() >= self.PROBE_S
+
     def _follow(self):
         """Locate the next step. False when the counter was lost."""
         skip = max(1, round(max(self.tick_s, self.MIN_TRACK_S) / self.period - 0.05)) if self.period < 0.95 * self.tick_s else 1
         latency = self._latency()
         # fresh from the search the flip is known to several milliseconds: bracket every step until it is known better
-        settled = self.cov[0] < self.SETTLED_S**2
-        probe = latency >= self.PROBE_S and settled and self.period >= self.PROBE_PERIOD_S
+        settled_s = self.FAST_SETTLED_S if self._paired() else self.SETTLED_S
+        settled = self.cov[0] < settled_s**2
+        probe = latency >= self.PROBE_S and settled
         if not settled:
             skip = 1
         pp, pt, tt = self.cov[:3]
-        while skip > 1 and pp + 2 * skip * pt + skip * skip * tt > self.SETTLED_S**2:  # too far ahead to know which step it is
+        while skip > 1 and pp + 2 * skip * pt + skip * skip * tt > settled_s**2:  # too far ahead to know which step it is
             skip -= 1
         reach = max(self.NEAREST_S, 1.5 * math.sqrt(self.cov[0] + self.noise**2))
         lead = reach + (1.2 * latency + 0.0015 if skip > 1 and probe else 0.0)
@@ -407,9 +510,9 @@ class Tracker:
     def _probe(self, skip, latency):
         """One read begun at the flip. Whether the step was where it was expected."""
         sd = math.sqrt(self.cov[0] + self.noise**2)
-        old = self.last
-        if skip > 1 or self.lost:  # what is the value before this step?
-            self._wait(self.flip - 1.2 * latency - 0.0015)
+        old, paired = self.last, self._paired()
+        if skip > 1 or self.lost or paired:  # what is the value before this step? If steps are close, a read too early would see an older one
+            self._wait(self.flip - (1.03 * latency if paired else 1.2 * latency + 0.0015))
             old = self._read()
             if old[1] > self.flip + 0.3 * self.period:
                 return True  # held up: it may have seen another step
@@ -431,22 +534,31 @@ class Tracker:
         scatter = math.sqrt(min(self.cov[0], 0.0006**2) + self.JITTER_S**2)
         # A delay that scatters by s cannot lie at the ends of the read on average: its mean m obeys m (latency - m) >= s^2
         ends = latency - math.sqrt(max(0.0, latency**2 - 4 * max(0.0, self.noise**2 - self.JITTER_S**2)))
-        early, late = self.ENOUGH * scatter - ends / 2, self.ENOUGH_OLD * scatter - ends / 2
+        # Where steps are close the flip is known less well: half of the intervals shall stay narrow all the same
+        enough = self.ENOUGH - (0.6 if paired and self.narrow < 0.58 else 0.0)
+        early, late = enough * scatter - ends / 2, self.ENOUGH_OLD * scatter - ends / 2
+        certain = paired and not self.agrees
         wide = max(early, min(3.2 * sd, 0.0034))
         if new:
             self._saw(x, True)
             lo = x[1] - width
+            self.narrow += 0.05 * ((lo <= flip - early) - self.narrow)
             if lo > flip - early:
                 lo = flip - wide
-            self._found(x[2], min(max(old[0], lo), x[0] - self.NEAREST_S), x[1])
+            self._found(x[2], min(old[0] if certain else max(old[0], lo), x[0] - self.NEAREST_S), x[1])
+            if paired:
+                self._check(old, x, *([self._read()] if self.tokens > 30 or self.turn % 2 else []))
             return True
-        pair = self._later(x, flip + 0.6 * self.period, 0.0)
+        pair = self._later(x, max(flip + 0.6 * self.period, x[1] + 0.001), 0.0)
         if pair is None:
             return False
         last_old, new = pair
+        if paired:
+            self.narrow += 0.05 * (1 - self.narrow)
+            self._check(old, x) if last_old is not x else self._check(old, x, new)
         self._saw(last_old, False)
         hi = max(last_old[0] + width, flip + latency + late, last_old[1] + self.BEHIND_S)
-        if new[1] - new[0] > 1.5 * latency:  # held up: it may have seen the next step
+        if certain or new[1] - new[0] > 1.5 * latency:  # held up: it may have seen the next step
             hi = new[1]
         self._found(new[2], last_old[0], min(new[1], hi))
         return last_old[0] - flip < 0.25 * self.period
@@ -610,16 +722,35 @@ class Nvml:
             if wanted != "auto":
                 raise SamplerError(f"--gpus {wanted}: NVML does not start ({e}); install the NVIDIA driver or use --gpus none") from None
             self.left_out.append({"counter": "nvml", "why": f"NVML does not start: {e}"})
+            absent = e.value in (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
+            if asked and asked not in ("-1", "NoDevFiles"):
+                why = f"CUDA_VISIBLE_DEVICES={asked}, but NVML does not start ({e})"
+                if not absent:
+                    raise SamplerError(f"{why}; mend the driver, or use --gpus none to measure without GPUs") from None
+                say(f"{why}: no GPU energy will be recorded")
+            elif not absent:
+                say(f"NVML does not start ({e}): no GPU energy will be recorded")
             return
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        known = [(h, self._text(pynvml.nvmlDeviceGetUUID(h))) for h in handles]
+        known = self._known()
         picked = known if asked is None else self._resolve(asked, known, strict=wanted != "auto")
         order = os.environ.get("CUDA_DEVICE_ORDER")
-        names = {self._text(pynvml.nvmlDeviceGetName(h)) for h in handles}
+        names = {self._text(pynvml.nvmlDeviceGetName(h)) for h, _ in known}
         if wanted == "auto" and asked and re.search(r"(^|,)\s*\d", asked) and len(names) > 1 and order != "PCI_BUS_ID":
             say("GPUs of different kinds and CUDA_DEVICE_ORDER is not PCI_BUS_ID: CUDA may mean another GPU by an index; use UUIDs")
         for handle, uuid in picked:
             self._probe(handle, uuid)
+
+    def _known(self):
+        """[(handle, UUID)] of the GPUs that may be opened. NVML counts others too (a job's own devices, a lost card); CUDA does not."""
+        known = []
+        for i in range(self.lib.nvmlDeviceGetCount()):
+            try:
+                handle = self.lib.nvmlDeviceGetHandleByIndex(i)
+                known.append((handle, self._text(self.lib.nvmlDeviceGetUUID(handle))))
+            except self.lib.NVMLError as e:
+                self.left_out.append({"nvml_index": i, "why": str(e)})
+                say(f"GPU {i} cannot be opened ({e}); left out")
+        return known
 
     @staticmethod
     def _text(value):
@@ -863,6 +994,10 @@ class Sampler:
         name = self.output.name.removesuffix(".csv")
         self.meta_path = Path(meta) if meta else self.output.with_name(f"{name}.meta.json")
         self.state_path = Path(state) if state else self.output.with_name("state.csv" if name == "samples" else f"{name}.state.csv")
+        if len({path.resolve() for path in (self.output, self.meta_path, self.state_path)}) < 3:
+            raise SamplerError(
+                f"-o {self.output}, --meta {self.meta_path}, --state {self.state_path}: found one file twice, expected three different ones"
+            )
         self.stop = threading.Event()
         self.why = "stopped"
         self.nvml = self._nvml(gpus)
@@ -1125,6 +1260,8 @@ def main(argv=None):
     args = parser.parse_args(argv)
     if args.hz > 100:
         parser.error(f"--hz: found {args.hz:g}, expected at most 100 (reading faster disturbs what is measured)")
+    if os.path.isdir(args.output):
+        parser.error(f"-o {args.output}: is a folder, expected a file such as samples.csv")
     try:
         sampler = Sampler(args.output, args.hz, args.gpus, args.powercap, args.cpu_model, args.state, args.meta)
     except SamplerError as e:

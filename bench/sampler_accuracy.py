@@ -16,7 +16,8 @@ idle; `inside_2sd`: share of the calls whose true energy lies within two stated 
 
 The second table scores step tracking alone over periods, jitter, drift and read lengths: median half-width of the stated
 interval, its limit max(5 ms, half the median read + 1 ms), the share of true steps inside the interval, reads per second (of the
-counter that took most). Counters of 20 ms with reads of 6 ms and more are beyond the limit: they are read in pairs (see sampler.py).
+counter that took most). The longest reads leave no room: a few settings with reads of 8 and 12 ms stay just outside, and counters of 20 ms whose
+reads of 12 ms see them anywhere are read in pairs, half an interval 12 ms (see sampler.py).
 `where` is the moment inside a read at which the counter is seen: 0 begin, 1 end, any: anywhere.
 """
 

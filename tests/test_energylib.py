@@ -1,6 +1,8 @@
 """Facts about energylib: given these counters, these joules."""
 
 import json
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -81,6 +83,8 @@ def test_s3_a_gap_that_may_hold_several_wraps_is_flagged(tmp_path):
     samples = rapl(tmp_path, [0, 10_000_000, 20_000_000, 30_000_000], times=[100, 100.1, 100.2, 100.2 + 2400])
     samples.steps("cpu0")
     assert "cpu0:wrap_ambiguous" in samples.flags and "gaps" in samples.flags
+    joules = samples.energy([T0 + 100, T0 + 1000], [T0 + 100.19, T0 + 1100]).joules["cpu0"]
+    assert joules[0] == pytest.approx(19, rel=1e-3) and np.isnan(joules[1])
 
 
 def test_s9_s11_domains_of_two_sockets_stay_apart_and_dram_is_never_subtracted(tmp_path):
@@ -131,6 +135,56 @@ def test_an_impossible_jump_is_unknown(tmp_path):
 
     samples = nvml(tmp_path, lambda t: 100.0, tweak=jump)
     assert np.isnan(samples.energy(T0 + 4, T0 + 6).joules["gpu0"][0]) and "gpu0:counter_jump" in samples.flags
+
+
+@pytest.mark.parametrize("joules", [760, 900, 1500, 2000])
+def test_a_counter_that_jumps_and_stays_up_is_no_glitch(tmp_path, joules):
+    def jump(rows):
+        return [[t, m, v + 1000 * joules if i >= 50 else v, e, h] for i, (t, m, v, e, h) in enumerate(rows)]
+
+    samples = nvml(tmp_path, lambda t: 125.0, tweak=jump, meta={"gpu0_mj": {"source": "nvml", "power_limit_w": 700}})
+    e = samples.energy(T0 + np.array([1, 6, 1]), T0 + np.array([4, 9, 9])).joules["gpu0"]
+    assert e[:2] == pytest.approx([375, 375], rel=1e-3) and np.isnan(e[2]) and "gpu0:counter_jump" in samples.flags
+
+
+def test_a_burst_inside_a_gap_is_uncertain_although_its_neighbours_are_alike(tmp_path):
+    samples = nvml(tmp_path, box(4, 5), tweak=lambda rows: rows[:36] + rows[56:])
+    e = samples.energy(T0 + 4.0, T0 + 4.5)
+    assert abs(e.joules["gpu0"][0] - 262.5) < 3 * e.err["gpu0"][0]
+
+
+def test_a_call_inside_one_step_is_uncertain_where_it_is_spread_evenly(tmp_path):
+    samples = nvml(tmp_path, box(5.02, 5.07))
+    e = samples.energy(T0 + 5.02, T0 + 5.07)
+    assert abs(e.joules["gpu0"][0] - 26.25) < 4 * e.err["gpu0"][0]
+
+
+def test_cells_that_are_missing_for_long_are_told_from_single_ones(tmp_path):
+    def holes(k):
+        return lambda rows: [[t, m, None, None, None] if 30 <= i < 30 + k else [t, m, v, e, h] for i, (t, m, v, e, h) in enumerate(rows)]
+
+    for k, flags in ((1, {"gpu0:missing_cells"}), (30, {"gpu0:missing_cells", "gpu0:counter_gap"})):
+        samples = nvml(tmp_path, box(4, 5), tweak=holes(k))
+        e = samples.energy(T0 + 4, T0 + 4.5)
+        assert set(samples.flags) - {"no_sidecar"} == flags and abs(e.joules["gpu0"][0] - 262.5) < 3 * e.err["gpu0"][0]
+
+
+@pytest.mark.parametrize("empty", [True, False])
+def test_power_that_was_not_read_is_unknown_not_what_lies_on_both_sides(tmp_path, empty):
+    rows = [[T0 + t, t, None if empty and 20 < t < 80 else 125.0] for t in np.round(np.arange(0, 100, 0.1), 1) if empty or not 20 < t < 80]
+    samples = read_samples(write(tmp_path, "t,mono,gpu0_w", rows, {"gpu0_w": {"source": "nvml-power"}}))
+    e = samples.energy(T0 + np.array([1, 1, 85]), T0 + np.array([19, 95, 95])).joules["gpu0"]
+    assert e[[0, 2]] == pytest.approx([18 * 125, 1250]) and np.isnan(e[1])
+    rows[5][2] = None
+    samples = read_samples(write(tmp_path, "t,mono,gpu0_w", rows, {"gpu0_w": {"source": "nvml-power"}}))
+    assert samples.energy(T0, T0 + 10).joules["gpu0"][0] == pytest.approx(1250), "a reading that failed leaves no hole"
+
+
+def test_a_package_counter_that_stops_for_a_while_is_unknown_there(tmp_path):
+    values = np.cumsum([0 if 50 <= i < 150 else 6_000_000 for i in range(200)])
+    samples = rapl(tmp_path, [int(v) for v in values])
+    e = samples.energy(T0 + np.array([101, 107, 116]), T0 + np.array([104, 113, 119])).joules["cpu0"]
+    assert e[[0, 2]] == pytest.approx([180, 180]) and np.isnan(e[1]) and "cpu0:counter_stuck" in samples.flags
 
 
 def test_a_gap_leaves_the_total_right_and_says_so(tmp_path):
@@ -404,6 +458,50 @@ def test_json_is_written_whole_or_not_at_all(tmp_path):
 
 def test_groups():
     assert [group(d) for d in ("gpu0", "gpu11", "cpu1", "dram0")] == ["gpu", "gpu", "cpu", "dram"]
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        (["--from", "5", "--to", "3"], "expected a begin before the end"),
+        (["--from", "5", "--to", "8"], "covers "),
+        (["--to", "0"], "expected a begin before the end"),
+        (["--from=1e10"], "expected a begin before the end"),
+        *[([f"{option}={text}"], f"found '{text}', expected a Unix time") for option in ("--from", "--to") for text in ("nan", "inf", "-1e300", "noon", "")],
+    ],
+)  # fmt: skip
+def test_an_interval_that_cannot_be_meant_is_one_line_and_exit_code_2(repo, capsys, given, words):
+    try:
+        code = energylib.main([str(repo / H200 / "idle_bare.csv"), *given])
+    except SystemExit as e:
+        code = e.code
+    out, err = capsys.readouterr()
+    assert code == 2 and out == "" and words in err.splitlines()[-1]
+
+
+def test_the_examples_of_the_help_text_work(repo, capsys, monkeypatch):
+    monkeypatch.chdir(repo)
+    examples = re.findall(r"^ +python3 energylib.py ([^#\n]*)", energylib.__doc__, re.M)
+    assert len(examples) == 2 and all(energylib.main(line.split()) == 0 for line in examples)
+    assert "covered 1.000" in capsys.readouterr().out.split("data/calib/samples.csv:")[2]
+
+
+def test_the_program_prints_the_energy_of_an_interval(repo, capsys):
+    assert energylib.main([str(repo / H200 / "idle_bare.csv")]) == 0
+    said = capsys.readouterr().out
+    assert "gpu0: " in said and " W (nvml, edges)" in said
+
+
+def test_state_is_read_beside_the_samples(tmp_path):
+    assert energylib.state_path("a/samples.csv") == Path("a/state.csv") and energylib.state_path("idle.csv.gz") == Path("idle.state.csv")
+    path = tmp_path / "state.csv"
+    path.write_bytes(b"\xef\xbb\xbft,mono,gpu0_throttle_reasons,gpu0_util_pct\r\n2,1,4,\r\n1,0,1,97.5\r\n3,2,0,1")
+    state = energylib.read_state(path)
+    assert list(state["t"]) == [1, 2] and list(state["gpu0_throttle_reasons"]) == [1, 4], "in order, the torn last line left out"
+    assert state["gpu0_util_pct"][0] == 97.5 and np.isnan(state["gpu0_util_pct"][1])
+    path.write_text("mono\n1\n")
+    with pytest.raises(DataError, match="found no column t"):
+        energylib.read_state(path)
 
 
 # --- the recorded H200 run ------------------------------------------------------------------------------------------------------

@@ -1,8 +1,11 @@
 """Facts about sampler.py: the real binding on a fake NVML, a fake powercap tree, simulated counters, this machine's own clock."""
 
 import contextlib
+import csv
 import json
 import os
+import pathlib
+import re
 import shutil
 import signal
 import subprocess
@@ -19,15 +22,6 @@ from energylib import read_samples
 from sampler import Rapl, Tracker
 
 needs_cc = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler for the fake NVML")
-
-
-@pytest.fixture(scope="session")
-def nvml_dir(repo, tmp_path_factory):
-    """Folder with the fake libnvidia-ml.so.1."""
-    folder = tmp_path_factory.mktemp("nvml")
-    source = repo / "tests/fakes/nvml.c"
-    subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", folder / "libnvidia-ml.so.1", source, "-lpthread"], check=True)
-    return folder
 
 
 @pytest.fixture
@@ -65,6 +59,11 @@ def wait_for(path, process, fact):
 
 def wait_for_rows(path, process, n=1):
     return wait_for(path, process, lambda rows: len(rows) >= n)
+
+
+def meta(path):
+    """What the sidecar says."""
+    return json.loads(path.with_suffix(".meta.json").read_text())
 
 
 def footer(path):
@@ -127,12 +126,40 @@ def test_a_counter_that_steps_every_20_ms_is_followed_at_every_fifth_step(latenc
 
 @pytest.mark.parametrize("latency_s", [0.004, 0.006, 0.008, 0.012])
 @pytest.mark.parametrize("drift", [0.0, 0.01])
-def test_reads_too_long_for_a_counter_of_20_ms_are_taken_in_pairs_and_say_so(latency_s, drift):
-    for seed, where in ((1, None), (2, 0.5), (3, 1.0), (4, 0.0)):
+@pytest.mark.parametrize("where", [None, 0.0, 0.5, 1.0])
+def test_long_reads_locate_a_counter_of_20_ms_as_well(latency_s, drift, where):
+    """Every setting of bench/sampler_steps.csv, fewer runs of it. The moment inside a read of 12 ms at random: see the next test."""
+    if where is None and latency_s > 0.01:
+        return
+    runs = []
+    for seed in range(4):
         counter = SteppingCounter(seed, 0.02, drift=drift, duration_s=40)
-        tracker, found = track(counter, latency_like_h200(latency_s), 40, where, seed)
-        half, limit, inside, reads, steps = score(counter, tracker, found, 40)
+        runs.append(score(counter, *track(counter, latency_like_h200(latency_s), 40, where, seed), 40))
+    half, limit, inside, reads, steps = np.mean(runs, axis=0)
+    assert half <= limit * 1.02 and inside >= 0.98 and max(r[3] for r in runs) <= 30.05 and steps > 7
+
+
+def test_reads_that_see_a_counter_of_20_ms_anywhere_in_12_ms_are_taken_in_pairs_and_say_so():
+    for seed in range(2):
+        counter = SteppingCounter(seed, 0.02, duration_s=40)
+        tracker, found = track(counter, latency_like_h200(0.012), 40, None, seed)
+        half, _, inside, reads, steps = score(counter, tracker, found, 40)
         assert half == pytest.approx(np.median(tracker.latency), rel=0.05) and inside >= 0.99 and reads <= 30 and steps > 6
+
+
+def test_a_flip_that_is_somewhere_else_is_found_again():
+    """The filter is put half a period off: pairs of reads tell, intervals stay true meanwhile."""
+    counter = SteppingCounter(3, 0.02, duration_s=60)
+    clock, found = VirtualClock(counter, latency_like_h200(0.008), 3, 0.5), []
+    tracker = Tracker(clock.read, clock.now, clock.sleep_until, lambda *step: found.append(step), 0.1, lambda: clock.t >= 10)
+    tracker.run()
+    tracker.flip += 0.01
+    tracker.stopped = lambda: clock.t >= 60
+    while not tracker.stopped() and tracker._follow():
+        pass
+    late = [(value, edge, half) for value, edge, half, at in found if at > 14]
+    assert np.mean([abs(counter.true_edge(value) - edge) <= half for value, edge, half in late]) >= 0.98 and len(late) > 300
+    assert np.median([half for *_, half in late]) <= 0.0051
 
 
 @pytest.mark.parametrize("latency_s", [0.008, 0.012])
@@ -245,6 +272,55 @@ def test_a_gpu_is_sampled_through_the_real_binding(run, nvml_dir):
     assert state[1].split(",")[2:7] == ["41", "1980", "3201", "4", "97"] and len(state) <= 6
 
 
+def of_threads(pid, file, take):
+    """Sum over the threads of a process of what `take` finds in their /proc file."""
+    total = 0
+    for task in os.listdir(f"/proc/{pid}/task"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            total += take(pathlib.Path(f"/proc/{pid}/task/{task}/{file}").read_text())
+    return total
+
+
+@needs_cc
+@pytest.mark.skipif(not os.path.exists("/proc/self/schedstat"), reason="the kernel does not count CPU time to the nanosecond")
+def test_one_gpu_at_10_hz_wakes_the_cpu_seldom(run, nvml_dir):
+    """What decides about the sampler's CPU use where reads are not themselves CPU time (the fake's sleep): how often it wakes. How long a wake-up
+    takes is the machine's: 0.05 to 0.1 ms where nothing else runs, so 100 a second are below 1 % of a core. The footer's CPU time is the kernel's."""
+    process, path = run.start("--gpus", "0", "--powercap", "/nowhere", nvml_dir=nvml_dir, nvml="gpus=1,latency_us=3000")
+    first = len(wait_for_rows(path, process))
+    time.sleep(1.5)  # the search of the counter's period reads more often
+
+    def count():
+        wakes = of_threads(process.pid, "status", lambda text: int(re.search(r"^voluntary_ctxt_switches:\s+(\d+)", text, re.M)[1]))
+        return wakes, of_threads(process.pid, "schedstat", lambda text: int(text.split()[0])) / 1e9, time.monotonic()
+
+    wakes, before, begin = count()
+    time.sleep(3)
+    now = count()
+    wakes, spent, seconds = now[0] - wakes, now[1], now[2] - begin
+    rows = len(wait_for_rows(path, process)) - first
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=30)
+    print(f"{wakes / seconds:.0f} wake-ups a second, {100 * (spent - before) / seconds:.2f} % of a core")
+    assert wakes < 100 * seconds and rows > 5 * seconds
+    assert spent - before - 0.02 < footer(path)["sampler_cpu_s"] < spent + 0.1, "the footer says the same, less the start"
+
+
+def test_an_output_that_is_a_folder_is_bad_input(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        sampler.main(["-o", str(tmp_path), "--cpu-model"])
+    assert stop.value.code == 2 and f"-o {tmp_path}: is a folder, expected a file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("same", [("--meta", "s.csv"), ("--state", "./s.csv"), ("--state", "s.meta.json"), ("--meta", "s.state.csv")])
+def test_one_file_for_two_things_is_refused_before_anything_is_written(tmp_path, capsys, monkeypatch, same):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "s.csv").write_text("measured before\n")
+    assert sampler.main(["-o", "s.csv", "--gpus", "none", "--cpu-model", *same]) == 2
+    assert "found one file twice, expected three different ones" in capsys.readouterr().err
+    assert [p.name for p in tmp_path.iterdir()] == ["s.csv"] and (tmp_path / "s.csv").read_text() == "measured before\n"
+
+
 @needs_cc
 def test_eight_gpus_with_slow_reads_do_not_delay_each_other(run, nvml_dir):
     code, err, path = run("--duration", 4, nvml_dir=nvml_dir, nvml="gpus=8,latency_us=4000")
@@ -296,6 +372,15 @@ def test_s17_cuda_visible_devices_is_resolved_by_uuid(run, nvml_dir, wanted, uui
 
 
 @needs_cc
+def test_s21_slow_queries_of_the_state_delay_no_row_and_no_read_of_the_counter(run, nvml_dir):
+    _, _, path = run("--duration", 4, nvml_dir=nvml_dir, nvml="gpus=1,state_ms=900")
+    foot, samples = footer(path), read_samples(path)
+    assert 2 <= len(path.with_name("state.csv").read_text().splitlines()) <= 5
+    assert foot["largest_gap_s"] < 0.5 and foot["rows"] > 35 and foot["gpus"]["gpu0"]["read_ms"]["max"] < 500
+    assert np.isfinite(samples.columns["gpu0_mj"]).mean() > 0.9 and foot["gpus"]["gpu0"]["steps"] > 30
+
+
+@needs_cc
 @pytest.mark.parametrize("wanted", ["9", "GPU-ffff", "GPU-", "MIG-0", "one"])
 def test_s17_a_gpu_that_is_not_there_is_an_error(run, nvml_dir, wanted):
     code, err, _ = run("--gpus", wanted, nvml_dir=nvml_dir, nvml="gpus=2")
@@ -308,7 +393,7 @@ def test_s20_a_read_that_takes_300_ms_delays_no_row(run, nvml_dir):
     foot, samples = footer(path), read_samples(path)
     assert foot["gpus"]["gpu0"]["read_ms"]["max"] > 590 and foot["largest_gap_s"] < 0.5
     e = samples.energy(samples.t_begin + 0.3, samples.t_end - 0.3).joules
-    assert e["gpu0"][0] == pytest.approx(e["gpu1"][0], rel=0.02)
+    assert e["gpu0"][0] == pytest.approx(e["gpu1"][0], rel=0.04)
 
 
 @needs_cc
@@ -347,6 +432,38 @@ def test_a_stuck_counter_is_unknown_not_zero(run, nvml_dir):
 def test_nvml_that_does_not_start_is_said(run, nvml_dir, tmp_path):
     code, err, _ = run("--powercap", tmp_path, "--gpus", "0", nvml_dir=nvml_dir, nvml="init_error=1")
     assert code == 2 and "Driver Not Loaded" in err and "--gpus none" in err
+
+
+@needs_cc
+def test_nvml_that_does_not_start_is_never_passed_over(run, nvml_dir, tmp_path):
+    args = ("--powercap", tmp_path, "--cpu-model", "--duration", 0.5)
+    code, err, path = run(*args, nvml_dir=nvml_dir, nvml="init_error=9", CUDA_VISIBLE_DEVICES="0")
+    assert code == 0 and "CUDA_VISIBLE_DEVICES=0, but NVML does not start (Driver Not Loaded): no GPU energy" in err
+    code, err, _ = run(*args, nvml_dir=nvml_dir, nvml="init_error=999", CUDA_VISIBLE_DEVICES="0")
+    assert code == 2 and "CUDA_VISIBLE_DEVICES=0, but NVML does not start (Unknown Error); mend the driver" in err
+    code, err, path = run(*args, nvml_dir=nvml_dir, nvml="init_error=999")
+    assert code == 0 and "NVML does not start (Unknown Error): no GPU energy" in err and "NVML does not start" in str(meta(path)["left_out"])
+
+
+@needs_cc
+@pytest.mark.parametrize("code", [4, 15])  # no permission, lost
+def test_a_gpu_that_cannot_be_opened_is_left_out_as_cuda_does(run, nvml_dir, tmp_path, code):
+    args = ("--powercap", tmp_path, "--duration", 1)
+    for nvml, settings in ((f"gpus=2,gpu1.open_error={code}", {}), (f"gpus=2,gpu0.open_error={code}", {"CUDA_VISIBLE_DEVICES": "0"})):
+        rc, err, path = run(*args, nvml_dir=nvml_dir, nvml=nvml, **settings)
+        assert rc == 0 and "cannot be opened" in err and "Traceback" not in err
+        used = {c["uuid"][-1] for c in meta(path)["counters"].values() if "uuid" in c}
+        assert used == {"0" if "gpu1" in nvml else "1"} and "left_out" in meta(path)
+    rc, err, _ = run(*args, "--gpus", "1", nvml_dir=nvml_dir, nvml=f"gpus=2,gpu1.open_error={code}")
+    assert rc == 2 and "found '1', expected an index, UUID or MIG id of: 0=GPU-" in err
+
+
+@needs_cc
+def test_power_is_read_although_the_energy_counter_never_moves(run, nvml_dir, tmp_path):
+    _, _, path = run("--powercap", tmp_path, "--duration", 3, nvml_dir=nvml_dir, nvml="gpus=1,stuck_from=1")
+    with open(path) as f:
+        cells = [row["gpu0_w"] for row in csv.DictReader(line for line in f if not line.startswith("#"))]
+    assert sum(bool(c) for c in cells) >= 5
 
 
 # --- powercap -------------------------------------------------------------------------------------------------------------------
@@ -418,8 +535,9 @@ def test_s4_s5_unreadable_counters_are_said_once_with_the_fix(repo, tmp_path, tr
     tree.package(0).package(1)
     for zone in ("intel-rapl:0", "intel-rapl:1"):
         os.chmod(tree.root / zone / "energy_uj", 0o400)
-    for folder in (tmp_path, *tmp_path.parents[:2]):
-        os.chmod(folder, 0o755)
+    for folder in (tmp_path, *tmp_path.parents):
+        if os.stat(folder).st_mode & 0o5 != 0o5:  # pytest keeps its folders to itself
+            os.chmod(folder, 0o755)
     shutil.copy(repo / "sampler.py", tmp_path)
     code = f"import sampler; r = sampler.Rapl({str(tree.root)!r}); print(r.columns, len(r.left_out))"
     drop = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"] if os.geteuid() == 0 else []
@@ -534,14 +652,16 @@ def test_a_full_disk_is_an_error_in_one_line(run, tmp_path):
     [
         (["--cpu-model", "5"], "expected IDLE_W:BUSY_W"),
         (["--cpu-model", "5:1"], "expected IDLE_W:BUSY_W"),
-        (["--hz", "0"], "expected a number above 0"),
         (["--hz", "1000"], "at most 100"),
-        (["--duration", "soon"], "expected a number above 0"),
+        *[([f"{option}={x}"], f"argument {option}: found {x!r}, expected a number above 0")
+          for option in ("--hz", "--duration") for x in ("-1", "0", "nan", "inf", "1e300", "soon", "")],
+        *[([f"--cpu-model={x}"], f"argument --cpu-model: found {x!r}, expected IDLE_W:BUSY_W") for x in ("nan:nan", "-1:2", "1:inf", "1:1e300", "a:b", "")],
     ],
-)
-def test_bad_arguments_say_found_and_expected(run, args, message):
-    code, err, _ = run(*args)
-    assert code == 2 and message in err
+)  # fmt: skip
+def test_bad_arguments_say_found_and_expected(capsys, args, message):
+    with pytest.raises(SystemExit) as stop:
+        sampler.main(["-o", "/nowhere/samples.csv", *args])
+    assert stop.value.code == 2 and message in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_names_of_sidecar_and_state(tmp_path):

@@ -8,15 +8,16 @@
  *
  * Settings (KEY for every GPU, gpuN.KEY for one): power_w, period_ms, jitter_ms (uniform, +-), latency_us, long_us (every 50th
  * read), no_energy, no_power (NotSupported), fail_from, fail_to (energy reads with these numbers fail), hang_at, hang_ms (that
- * read takes so long), reset_at (from that read on the counter counts from the reset), stuck_from, name. Without a GPU in front:
- * gpus, serial (reads of all GPUs wait for one lock), init_error, mig. */
+ * read takes so long), state_ms (a query of the utilisation takes so long), reset_at (from that read on the counter counts from the reset), stuck_from, name, pids and drawing (of
+ * processes that compute or draw on it, with + between them), open_error (a code: it has no handle). Without a GPU in front:
+ * gpus, serial (reads of all GPUs wait for one lock), init_error (a code; 1: driver not loaded), mig. */
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
 
-enum { SUCCESS = 0, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, DRIVER_NOT_LOADED = 9, UNKNOWN = 999 };
+enum { SUCCESS = 0, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, INSUFFICIENT_SIZE = 7, DRIVER_NOT_LOADED = 9, UNKNOWN = 999 };
 #define MAX_GPUS 16
 
 typedef struct {
@@ -110,7 +111,7 @@ int nvmlInitWithFlags(unsigned flags)
 		gpu[i].mig_of = -1;
 		mig[i].mig_of = i;
 	}
-	return number(NULL, "init_error", 0) ? DRIVER_NOT_LOADED : SUCCESS;
+	return number(NULL, "init_error", 0) == 1 ? DRIVER_NOT_LOADED : (int)number(NULL, "init_error", SUCCESS);
 }
 int nvmlInit_v2(void) { return nvmlInitWithFlags(0); }
 int nvmlShutdown(void) { return SUCCESS; }
@@ -125,7 +126,7 @@ int nvmlDeviceGetHandleByIndex_v2(unsigned i, device **d)
 	if (i >= (unsigned)number(NULL, "gpus", 1))
 		return INVALID_ARGUMENT;
 	*d = &gpu[i];
-	return SUCCESS;
+	return (int)number(*d, "open_error", SUCCESS);
 }
 int nvmlDeviceGetUUID(device *d, char *s, unsigned n)
 {
@@ -215,4 +216,24 @@ int nvmlDeviceGetMigMode(device *d, unsigned *a, unsigned *b)
 int nvmlDeviceGetTemperature(device *d, unsigned sensor, unsigned *c) { return (void)d, (void)sensor, *c = 41, SUCCESS; }
 int nvmlDeviceGetClockInfo(device *d, unsigned kind, unsigned *mhz) { return (void)d, *mhz = kind == 1 ? 1980 : 3201, SUCCESS; }
 int nvmlDeviceGetCurrentClocksEventReasons(device *d, unsigned long long *r) { return (void)d, *r = 4, SUCCESS; }
-int nvmlDeviceGetUtilizationRates(device *d, unsigned *u) { return (void)d, u[0] = 97, u[1] = 12, SUCCESS; }
+int nvmlDeviceGetUtilizationRates(device *d, unsigned *u) { return wait_us(number(d, "state_ms", 0) * 1e3), u[0] = 97, u[1] = 12, SUCCESS; }
+
+typedef struct {
+	unsigned pid;
+	unsigned long long memory;
+	unsigned gpu_instance, compute_instance;
+} process;
+
+static int running(device *d, const char *key, unsigned *n, process *found)
+{
+	const char *p = text(d, key);
+	unsigned room = *n, i = 0;
+	for (; p; p = strchr(p, '+') ? strchr(p, '+') + 1 : NULL, i++)
+		if (i < room)
+			found[i] = (process){(unsigned)atoi(p), 1 << 30, 0, 0};
+	*n = i;
+	return i > room ? INSUFFICIENT_SIZE : SUCCESS;
+}
+int nvmlDeviceGetComputeRunningProcesses_v3(device *d, unsigned *n, process *found) { return running(d, "pids", n, found); }
+/* as in an older driver */
+int nvmlDeviceGetGraphicsRunningProcesses_v2(device *d, unsigned *n, process *found) { return running(d, "drawing", n, found); }
