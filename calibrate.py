@@ -2,31 +2,51 @@
 """Idle power, energy per call, and the call model: joules and seconds of one model call from its token counts.
 
     python3 calibrate.py --samples data/calib/samples.csv --calls data/calib/calls.jsonl --idle-loaded data/calib/idle_loaded.csv \\
-        --idle-bare data/calib/idle_bare.csv --append data/calib/append_calls.jsonl --out-dir results/calib
+        --idle-bare data/calib/idle_bare.csv --append data/calib/append_calls.jsonl --append-samples data/calib/append_samples.csv \\
+        --out-dir results/calib_rerun
 
-1. Idle power is the mean of an idle file; a file that drifts or has bursts is refused, the quiet between calls stands in for it.
+1. Idle power is the mean of an idle file; one that drifts, has bursts, or was busy is refused, the quiet between calls stands in for it.
 2. Energy above idle of a call = the whole counter steps around it, less the power of the neighbouring quiet x their time.
-3. Call model: per call, output token, uncached token (prefill, with a floor for short prompts), attention of both, cached token.
-   Non-negative, relative error minimised, the fewest terms that held-out cells support; total = above idle + idle x time.
-4. Errors are held out: one cell, or one context, is left out and the form is chosen anew without it. Intervals: bootstrap over cells.
+3. Call model: per call, output token, uncached token (prefill; a floor for short ones, or for all calls), attention of both, cached token.
+   Non-negative, relative error minimised, the fewest terms that held-out cells support; total = above idle + idle x time. The sum predicts;
+   a single coefficient is no physical quantity: a call's overhead and the floor take up what belongs to others, so ratios of two may exceed
+   the card's power limit.
+4. Errors are held out: one cell, or one context, is left out and the form is chosen anew without it. Intervals: bootstrap over cells. Noise
+   within cells: mean |call / mean of its n equal calls - 1|; around the true mean it is sqrt(n / (n - 1)) times that (n = 5: 12 % more).
 5. Append calls are never fitted: they validate. What the design does not identify is said, not guessed.
 
 --compare takes the calls of the same grid over another transport (streamed token-id completions, say): never fitted either, what differs
 per cell is a result. Writes to --out-dir: params.json (last), calls_energy.csv, models.csv (models of the literature on the same data),
 append_energy.csv, transports.csv, idle_after_call.csv, and the figures energy_model_*, energy_per_token_*, repeatability_*,
-residuals_* (.png; numbers in .csv).
+residuals_* (.png; numbers in .csv). "checks" in params.json is a list of {code, severity, text, ...}: what was "refused", is worth a
+"warning" or a "note", or was tested and is "ok".
 """
 
 import argparse
+import fnmatch
+import gzip
+import importlib
 import itertools
+import json
+import math
+import os
+import re
 import sys
 import time
 from pathlib import Path
 
-import numpy as np
+try:
+    import numpy as np
 
-import energylib
-from energylib import DataError
+    import energylib
+    from energylib import DataError
+    from stages import csvfiles
+    from stages.arguments import parsed
+except ModuleNotFoundError as e:
+    if __name__ != "__main__":
+        raise
+    print(f"calibrate.py: {e.name} is missing: pip install numpy pandas matplotlib", file=sys.stderr)
+    sys.exit(2)
 
 # The terms of the call model, in the order of the columns. u = prompt - cached tokens, n = output tokens after the first
 # (the first one comes out of the prefill), c = cached tokens, p = prompt tokens.
@@ -41,15 +61,16 @@ TERMS = {
 }
 NAMES = tuple(TERMS)
 CALL, OUTPUT, UNCACHED, DECODE_ATTENTION, PREFILL_ATTENTION, CACHED, FLOOR = range(7)
+BEGIN = 7  # behind the coefficients: more uncached tokens than this pay the floor (0: hits, too)
 DECODE = [OUTPUT, DECODE_ATTENTION]
 # Which of two terms that the data cannot tell apart is kept: the one that extrapolates best.
 PRIORITY = [OUTPUT, UNCACHED, CALL, DECODE_ATTENTION, PREFILL_ATTENTION, CACHED]
 
 NEIGHBOUR_S = 1.0  # quiet that counts as neighbouring: a GPU's idle power drifts by about 1 W in a minute of calls
 TIED = 1e-4  # share of a column that other columns leave unexplained, below which its coefficient is noise (variance x 10,000)
-MAX_THRESHOLDS = 8  # places tried for the end of the prefill floor
+MAX_ENDS = 8  # places tried for the end of the prefill floor
 INNER_FOLDS = 10
-SIMPLER = 0.5  # a form with fewer terms is taken when its held-out error is worse by less than this many standard errors
+SIMPLER = 1.0  # a form with fewer terms is taken when its held-out error is worse by less than this many standard errors (Breiman's rule)
 INTERVAL = 0.95
 BOUND_DRAWS = 400  # enough for a one-sided 95 % bound; each costs a fit of its own per term
 SEED = 20260205
@@ -57,12 +78,17 @@ LINEARITY_TOLERANCE = 0.1
 APPEND_TOLERANCE = 0.05
 SAME_WORK = 0.01  # cells of two transports are compared when they differ by no more than this share of the prompt and of the output
 GAIN = 0.05  # systematic: NVIDIA states +-5 % for the power reading that the counter integrates; cancels in ratios
-# An idle file is refused when its power moves by more than this share over its length, or when this share of its energy lies in bursts.
-IDLE_LIMITS = {"gpu": {"trend": 0.03, "bursts": 0.01}, "cpu": {"trend": 0.15, "bursts": 0.10}, "dram": {"trend": 0.15, "bursts": 0.10}}
+# An idle file is refused when more than this share: power moves over its length ("trend") or between the means of its tenths ("tenths"), energy in
+# bursts, energy above the power of its quiet seconds ("busy"), or power above that between calls ("between"; a GPU rests lower than after a call).
+IDLE_LIMITS = {"gpu": {"trend": 0.03, "tenths": 0.03, "bursts": 0.01, "busy": 0.03, "between": 0.05},
+               "cpu": {"trend": 0.15, "tenths": 0.35, "bursts": 0.10, "busy": 0.30, "between": 0.15}}  # fmt: skip
+IDLE_LIMITS["dram"] = IDLE_LIMITS["cpu"]
+QUIET = 0.05  # quantile of the power per second that quiet seconds have, when most of an idle file is busy, too
 IDLE_MIN_S = 5.0
 LEAST_SCALE = 0.05  # relative errors of cells below this share of the median cell are taken relative to that share
 NOISY = 0.10  # coefficient of variation of equal calls above which the machine was not quiet (the H200 shows 0.01)
 UNRELIABLE = 0.20  # held-out error above which a warning says that the model is not to be used
+GPU_BUSY, CPU_BUSY = 5, 50  # % of utilisation, mean over an idle file's state.csv: a GPU that is busier is refused, a CPU warned about
 UNKNOWN_CACHED = "cached tokens not reported"
 AFTER_CALL_S = [0, 0.25, 0.5, 1, 2, 5, 10, 30, 60, np.inf]
 
@@ -120,6 +146,17 @@ def idle_power(params, state="loaded"):
     return out
 
 
+def idle_like(params, domains, state="loaded"):
+    """`idle_power` for the counters `domains` of another run on such hardware: by name or, where all counters of a kind have other names but
+    are as many (GPU 1 instead of GPU 0), by order."""
+    idle, out = idle_power(params, state), {}
+    for kind in {d.rstrip("0123456789") for d in domains}:
+        here, there = (sorted(d for d in names if d.rstrip("0123456789") == kind) for names in (domains, idle))
+        by_order = len(here) == len(there) and not set(here) & set(there)
+        out |= {d: idle[c] for d, c in zip(here, there if by_order else here, strict=True) if c in idle}
+    return out
+
+
 def nnls(gram, moment, free=None):
     """Least squares with non-negative coefficients from X'X and X'y (Lawson and Hanson, 1974). `free`: one index that may be negative."""
     scale = np.sqrt(np.diag(gram))
@@ -165,9 +202,10 @@ class Design:
 
     Sums of squares are kept per cell, so that leaving cells out, or drawing them again, costs no pass over the calls. Errors are
     relative to the cell's mean (not to the single call, which would favour calls that came out low).
-    `terms`: indices of the only terms that may be fitted (default: all)."""
+    `floor_above`: uncached tokens above which the prefill floor may apply, one or more to choose from; `terms`: indices of the only terms
+    that may be fitted (default: all)."""
 
-    def __init__(self, tokens, y, cell, context, floor_above=0, terms=None):
+    def __init__(self, tokens, y, cell, context, floor_above=(0,), terms=None):
         self.terms = terms
         self.columns = basis(*tokens)
         self.y, self.cell = np.asarray(y, float), np.asarray(cell)
@@ -178,28 +216,28 @@ class Design:
         self.weight = (1 / np.maximum(mean, LEAST_SCALE * np.median(mean)))[self.cell]
         self.context = np.zeros(self.cells, int)
         self.context[self.cell] = context
-        self.floor_above = floor_above
         u = self.columns[:, UNCACHED]
-        self.has_floor = u > floor_above
+        long = u > max(floor_above)
         # the floor ends somewhere between two prompt sizes, and two sizes above it must identify the slope
         of_call = self.context[self.cell]
         with np.errstate(invalid="ignore"):
-            sizes = np.bincount(of_call, u * self.has_floor) / np.bincount(of_call, self.has_floor)
+            sizes = np.bincount(of_call, u * long) / np.bincount(of_call, long)
         sizes = np.unique(sizes[np.isfinite(sizes)].round())
         ends = (sizes[:-1] + sizes[1:])[:-1] / 2 if len(sizes) > 2 else np.empty(0)
-        self.ends = list(ends[np.linspace(0, len(ends) - 1, min(len(ends), MAX_THRESHOLDS)).round().astype(int)]) if len(ends) else []
+        ends = ends[np.linspace(0, len(ends) - 1, min(len(ends), MAX_ENDS)).round().astype(int)] if len(ends) else []
+        self.floors = list(itertools.product(floor_above, ends))
         self.gram, self.moment = {}, {}
-        for end in [None, *self.ends]:
+        for floor in [None, *self.floors]:
             x = self.columns.copy()
-            if end is not None:
-                short = self.has_floor & (u <= end)
+            if floor is not None:
+                short = (u > floor[0]) & (u <= floor[1])
                 x[np.ix_(short, [UNCACHED, PREFILL_ATTENTION])] = 0.0
                 x[short, FLOOR] = 1.0
             x *= self.weight[:, None]
-            self.gram[end] = np.zeros((self.cells, 7, 7))
-            self.moment[end] = np.zeros((self.cells, 7))
-            np.add.at(self.gram[end], self.cell, x[:, :, None] * x[:, None, :])
-            np.add.at(self.moment[end], self.cell, x * (self.weight * self.y)[:, None])
+            self.gram[floor] = np.zeros((self.cells, 7, 7))
+            self.moment[floor] = np.zeros((self.cells, 7))
+            np.add.at(self.gram[floor], self.cell, x[:, :, None] * x[:, None, :])
+            np.add.at(self.moment[floor], self.cell, x * (self.weight * self.y)[:, None])
         self._cache = {}
 
     def identified(self, keep):
@@ -228,20 +266,21 @@ class Design:
         good, _ = self.identified(keep)
         base = [j for j in (CALL, OUTPUT, UNCACHED) if j in good]
         options = [j for j in (DECODE_ATTENTION, PREFILL_ATTENTION, CACHED) if j in good]
-        if self.ends and UNCACHED in good and (self.terms is None or FLOOR in self.terms):
+        if self.floors and UNCACHED in good and (self.terms is None or FLOOR in self.terms):
             options.append(FLOOR)
         most = max(len(base), int(0.6 * (np.count_nonzero(keep) + 1)))
         sets = (base + list(s) for r in range(len(options) + 1) for s in itertools.combinations(options, r))
         return [tuple(s) for s in sets if len(s) <= most]
 
     def fit(self, weights, form, free=None):
-        """Coefficients (7,) of `form`, cells weighted by `weights` (0: left out); the floor's end is the one that fits best."""
+        """Coefficients of `form` and BEGIN, (8,), cells weighted by `weights` (0: left out); the floor is the one that fits best."""
         best, best_loss = None, np.inf
-        for end in self.ends if FLOOR in form else [None]:
-            gram = np.tensordot(weights, self.gram[end], 1)
-            moment = weights @ self.moment[end]
+        for floor in self.floors if FLOOR in form else [None]:
+            gram = np.tensordot(weights, self.gram[floor], 1)
+            moment = weights @ self.moment[floor]
             used = [j for j in form if gram[j, j] > 0]
-            coef = np.zeros(7)
+            coef = np.zeros(8)
+            coef[BEGIN] = floor[0] if floor else 0.0
             if used:
                 coef[used] = nnls(gram[np.ix_(used, used)], moment[used], used.index(free) if free in used else None)
             if FLOOR not in form:
@@ -252,7 +291,7 @@ class Design:
         return best
 
     def value(self, coef):
-        return evaluate(self.columns, coef, self.has_floor)
+        return evaluate(self.columns, coef, self.columns[:, UNCACHED] > coef[BEGIN])
 
     def cell_errors(self, values):
         """Mean absolute relative error of every cell."""
@@ -415,6 +454,8 @@ def idle_of_file(samples, domain):
     elif abs(out["trend"]) > limits["trend"] and abs(slope) > 4 * slope_se:
         out["refused"] = (f"power moves by {out['trend']:+.1%} over {out['seconds']:.0f} s ({power[:3].mean():.1f} W to "
                           f"{power[-3:].mean():.1f} W), at most {limits['trend']:.0%} is idle; wait until it has settled")  # fmt: skip
+    else:
+        out["refused"] = busy_part(power, calm, limits)
     if out["refused"]:
         return out
     d = power - power.mean()
@@ -422,6 +463,25 @@ def idle_of_file(samples, domain):
     out["power_w"] = float(mean)
     out["se_w"] = float(power.std(ddof=1) / np.sqrt(len(power)) * np.sqrt((1 + r) / (1 - r)))
     return out
+
+
+def busy_part(power, calm, limits):
+    """Why a file of these powers per second was not idle all the time, or None: humps (means of its tenths, without bursts: `calm`), and work
+    in so many of its seconds that the median is that of the busy ones."""
+    parts = [part for part in np.array_split(power[calm], min(10, calm.sum() // 3)) if len(part) > 2] if calm.sum() > 8 else []
+    if parts:
+        means = np.array([part.mean() for part in parts])
+        noise = np.sqrt(np.median([part.var(ddof=1) / len(part) for part in parts]))
+        if np.ptp(means) > max(limits["tenths"] * power.mean(), 6 * noise):  # ten means of noise spread by 3 standard errors, seldom by 5
+            return (f"power moves between {means.min():.1f} W and {means.max():.1f} W (means of {len(parts)} parts of the file, the highest is no. "
+                    f"{np.argmax(means) + 1}), at most {limits['tenths']:.0%} is idle")  # fmt: skip
+    quiet = np.quantile(power, QUIET)
+    above = 1 - quiet / power.mean()
+    if above > limits["busy"]:
+        near = (power > (quiet + power.max()) / 2).mean()
+        return (f"{power.mean():.1f} W on average, {quiet:.1f} W in its quiet seconds ({near:.0%} of the time nearer to {power.max():.0f} W): "
+                f"{above:.0%} of the energy lies above the quiet, at most {limits['busy']:.0%} is idle")  # fmt: skip
+    return None
 
 
 # ---- energy per call ----
@@ -559,7 +619,8 @@ def make_design(calls, rows, y, floor_above, terms=None):
 
 def errors(values, truth, cells):
     """{"mape", "worst_cell_mape", "worst_cell", "bias", "p95"}: errors of predictions as fractions of the cell's mean (a call that came
-    out low would count double otherwise, and one near zero without bound). None without a prediction."""
+    out low would count double otherwise, and one near zero without bound). None without a prediction. "left_out": cells whose mean is not
+    above 0, which have no relative error; only where there are such."""
     ok = np.isfinite(values) & np.isfinite(truth)
     groups = {}
     for name, value, y in zip(np.asarray(cells, object)[ok], values[ok], truth[ok], strict=True):
@@ -574,11 +635,15 @@ def errors(values, truth, cells):
     relative = np.concatenate(list(by_cell.values()))
     worst = max(sorted(by_cell), key=lambda name: np.abs(by_cell[name]).mean())
     return {"mape": float(np.abs(relative).mean()), "bias": float(relative.mean()), "p95": float(np.quantile(np.abs(relative), 0.95)),
-            "worst_cell_mape": float(np.abs(by_cell[worst]).mean()), "worst_cell": cell_label(worst)}  # fmt: skip
+            "worst_cell_mape": float(np.abs(by_cell[worst]).mean()), "worst_cell": cell_label(worst),
+            **({"left_out": len(groups) - len(by_cell)} if len(groups) > len(by_cell) else {})}  # fmt: skip
 
 
 def spread_in_cells(truth, cells):
-    """(mean relative distance from the cell's mean: the error that no model of token counts can beat; {cell: coefficient of variation})."""
+    """(mean relative distance of calls from the mean of their own cell; {cell: coefficient of variation}).
+
+    The first is what no model of token counts can beat by much: the mean follows its n calls, so around the true mean they lie
+    sqrt(n / (n - 1)) times as far off."""
     groups = {}
     for name, y in zip(cells, truth, strict=True):
         if np.isfinite(y):
@@ -613,7 +678,7 @@ def fit_quantity(design, unit, draws, rng):
     for j in possible:
         name = NAMES[j]
         term = {"value": float(coef[j]), "unit": unit, "meaning": TERMS[name], "lo": None, "hi": None, "bound": None, "status": "fitted"}
-        if j in tied or (j == FLOOR and not design.ends):
+        if j in tied or (j == FLOOR and not design.floors):
             term |= {"value": None, "status": "not identified", "note": why_tied(design, j, tied.get(j, []))}
             missing.append(name)
         elif j not in form and j not in good and j != FLOOR:
@@ -631,7 +696,7 @@ def fit_quantity(design, unit, draws, rng):
                 term["status"] = "not needed" if not inside else "zero" if coef[j] <= 0 else "fitted"
         terms[name] = term
     fit = {"terms": terms, "form": [NAMES[j] for j in sorted(form)], "not_identified": missing,
-           "floor_above_uncached_tokens": float(design.floor_above), "n": len(design.y), "cells": design.cells,
+           "floor_above_uncached_tokens": float(coef[BEGIN]), "n": len(design.y), "cells": design.cells,
            "intervals": f"{INTERVAL:.0%}, {draws} bootstrap draws of cells" if enough else
                         f"none: {design.cells} cells are too few for {len(form)} terms"}  # fmt: skip
     return fit, coef
@@ -689,29 +754,41 @@ def compare(design, cells, misses):
 # ---- the whole of it ----
 
 
-def calibrate(samples_path, calls_path, idle_loaded=None, idle_bare=None, append=None, append_samples=None, out_dir="results/calib",
-              hardware=None, model=None, floor_above=None, draws=1000, figures=True, compare=None, compare_samples=None):  # fmt: skip
-    """Measure, fit, write (see the module's text) and return what params.json holds. Raises DataError on input that cannot be used."""
+def calibrate(samples_path, calls_path, idle_loaded=None, idle_bare=None, append=None, append_samples=None, *, out_dir,
+              hardware=None, model=None, floor_above=None, draws=1000, figures=True, compare=None, compare_samples=None, state=None):  # fmt: skip
+    """Measure, fit, write (see the module's text) and return what params.json holds. Raises DataError on input that cannot be used.
+
+    `state`: the hardware's state during the calls (default: the sampler's file beside the samples, where there is one)."""
     import pandas as pd
 
     out_dir = Path(out_dir)
     out_dir.mkdir(parents=True, exist_ok=True)
     checks = []
 
-    def check(name, level, text, **values):
-        checks.append({"check": name, "level": level, "text": text, **values})
+    def check(code, severity, text, **values):
+        checks.append({"code": code, "severity": severity, "text": text, **values})
 
     samples = energylib.read_samples(samples_path)
+    if state is None and energylib.state_path(samples_path).exists():
+        state = energylib.state_path(samples_path)
     calls = read_calls(calls_path)
+    check_complete(calls, calls_path, check)
     calls.loc[calls["state"].isin(["append", "fill"]) & (calls["unused"] == ""), "unused"] = "append cells validate, they are never fitted"
     calls["cell"] = cell_names(calls)
     check_calls(calls, calls_path, samples, check)
     low, high = floor_bracket(calls)
-    if floor_above is None:
-        floor_above = round((low + (low if high is None else high)) / 2) if low else 0
+    if floor_above is not None:
+        floor_above = (floor_above,)
+    elif low:  # a floor of misses (a graph replaces the launches of short prefills), or of every call: each fit takes its own
+        floor_above = (round((low + (low if high is None else high)) / 2), 0)
+    else:
+        floor_above = (0,)
     idle = read_idle({"loaded": idle_loaded, "bare": idle_bare}, samples, check)
     more = {"append": (append, append_samples), "compare": (compare, compare_samples)}
     runs = {"calls": (calls, samples_path)} | {name: (read_calls(path), own or samples_path) for name, (path, own) in more.items() if path}
+    for name, (table, _) in runs.items():
+        if name != "calls":
+            check_complete(table, more[name][0], check)
 
     def others_of(name):
         """Calls of the other files that fell into the same samples: activity beside those of `name`."""
@@ -719,11 +796,12 @@ def calibrate(samples_path, calls_path, idle_loaded=None, idle_bare=None, append
         return pd.concat(tables, ignore_index=True) if tables else None
 
     measured, quiet = measure_calls(samples, calls, others_of("calls"))
-    domains = check_domains(samples, calls, measured, quiet, idle, check)
+    domains = check_domains(samples, calls, measured, quiet, idle, check, idle_loaded)
+    missing = check_members(samples, domains, check)
 
     rng = np.random.default_rng(SEED)
     params = {"schema": 1, "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "inputs": {}}
-    for name, path in (("samples", samples_path), ("calls", calls_path), ("idle_loaded", idle_loaded), ("idle_bare", idle_bare),
+    for name, path in (("samples", samples_path), ("state", state), ("calls", calls_path), ("idle_loaded", idle_loaded), ("idle_bare", idle_bare),
                        ("append", append), ("append_samples", append_samples if append else None),
                        ("compare", compare), ("compare_samples", compare_samples if compare else None)):  # fmt: skip
         if path:
@@ -749,7 +827,7 @@ def calibrate(samples_path, calls_path, idle_loaded=None, idle_bare=None, append
     params["energy"], table = {}, calls_table(calls)
     table["est_s"], table["heldout_s"] = predict_fit(params["time"], *tokens_of(calls)), time_held["cell"]
     literature = []
-    for group, members in grouped(domains).items():
+    for group, members in grouped(domains, missing).items():
         above = sum(measured[d]["above_idle_j"] for d in members)
         idle_w = sum(measured[d]["idle_w"] for d in members)
         base_w = sum(idle["loaded"][d]["between_calls_w"] for d in members)
@@ -757,9 +835,11 @@ def calibrate(samples_path, calls_path, idle_loaded=None, idle_bare=None, append
         rows, empty = usable(above, calls)
         if empty:
             names = ", ".join(cell_label(name) for name in empty)
-            check("above idle", "warning", f"{group}: {len(empty)} cells do not rise above idle and are not fitted: {names}", group=group)
+            of = calls["cell"][(calls["unused"] == "") & np.isfinite(above)].nunique()
+            text = f"{group}: {len(empty)} of {of} cells do not rise above idle: they are neither fitted nor in its errors: {names}"
+            check("above_idle", "warning", text, group=group, n=len(empty), of=of)
         if not rows.any():
-            check("above idle", "refused", f"{group}: no call rises above idle power: nothing can be fitted", group=group)
+            check("above_idle", "refused", f"{group}: no call rises above idle power: nothing can be fitted", group=group)
             continue
         fit, held = fit_and_test(calls, rows, above, "J", floor_above, draws, rng, quantities, f"{group}_above_idle_j")
         for kind in ("cell", "context"):
@@ -778,7 +858,12 @@ def calibrate(samples_path, calls_path, idle_loaded=None, idle_bare=None, append
         for name in ("cell", "total_cell"):
             if held.get(name) is not None:
                 table[f"heldout_{group}_{'total' if name == 'total_cell' else 'above_idle'}_j"] = held[name]
-        literature += literature_rows(calls, group, rows, above, total, duration, base_w, floor_above, fit, held, time_held)
+        literature += literature_rows(calls, group, rows, above, total, duration, base_w, floor_above, fit, params["time"], held, time_held)
+    if state is not None:
+        check_throttling(state, calls, table, [g for g in params["energy"] if g == "gpu"], check)
+    elif any(energylib.group(d) == "gpu" for d in domains):
+        text = f"whether a GPU was throttled is not known: found no {energylib.state_path(samples_path)}"
+        check("throttling", "note", text)
     params["repeatability"] = {name: repeatability(variation) for name, variation in quantities.items()}
     for name, found in params["repeatability"].items():
         if found and found["median"] > NOISY:
@@ -789,8 +874,12 @@ def calibrate(samples_path, calls_path, idle_loaded=None, idle_bare=None, append
         if found and found["mape"] > UNRELIABLE:
             text = f"{name}: held-out error {found['mape']:.0%}: this call model is no basis for estimates; calibrate on a quiet machine"
             check("accuracy", "warning", text, quantity=name)
+        own = fit["held_out"]["leave_one_cell_out"].get("time" if name == "time" else "above_idle")
+        if own and own["mape"] > UNRELIABLE and (not found or found["mape"] <= UNRELIABLE):
+            text = f"{name}: held-out error {own['mape']:.0%} above idle" + (f" ({found['mape']:.0%} in total, idle power included)" if found else "")
+            check("accuracy", "warning", text + ": this call model is no basis for estimates above idle; calibrate on a quiet machine", quantity=name)
         far = fit["held_out"]["leave_one_context_out"].get("time" if name == "time" else "above_idle")
-        if far and far["worst_cell_mape"] > UNRELIABLE and (not found or found["mape"] <= UNRELIABLE):
+        if far and far["worst_cell_mape"] > UNRELIABLE and not any(e and e["mape"] > UNRELIABLE for e in (found, own)):
             text = f"{name}: with a context left out, its cells are predicted up to {far['worst_cell_mape']:.0%} off ({far['worst_cell']}): "
             text += "do not use the model beyond the contexts measured"
             check("extrapolation", "warning", text, quantity=name, worst_cell_mape=far["worst_cell_mape"], worst_cell=far["worst_cell"])
@@ -807,8 +896,8 @@ def calibrate(samples_path, calls_path, idle_loaded=None, idle_bare=None, append
         compare_transports(params, (calls, samples, measured), (compare, runs["compare"][0], of_samples, others_of("compare")), out_dir, check)
     params["checks"] = checks
 
-    pd.DataFrame(literature).to_csv(out_dir / "models.csv", index=False, lineterminator="\n", float_format="%.6g")
-    table.to_csv(out_dir / "calls_energy.csv", index=False, lineterminator="\n", float_format="%.9g")
+    save_table(pd.DataFrame(literature), out_dir / "models.csv")
+    save_table(table, out_dir / "calls_energy.csv", 9)
     write_after_call(idle, out_dir)
     write_tables(params, quantities, out_dir)
     if figures:
@@ -831,20 +920,87 @@ def tokens_of(calls):
     return [calls[name].to_numpy(float) for name in ("prompt_tokens", "cached_tokens", "completion_tokens")]
 
 
-def grouped(domains):
-    """{"gpu": members, …} for the sums that are fitted, and every GPU by itself when there are several."""
+def grouped(domains, missing=()):
+    """{"gpu": members, …} for the sums that are fitted, and every GPU by itself when there are several. A group in `missing`, of which not
+    every member can be fitted, has no sum, only its members."""
     groups = {}
     for d in domains:
         groups.setdefault(energylib.group(d), []).append(d)
-    ordered = {g: groups[g] for g in ("gpu", "cpu", "dram") if g in groups}
-    if len(groups.get("gpu", [])) > 1:
-        ordered |= {d: [d] for d in groups["gpu"]}
+    ordered = {g: groups[g] for g in ("gpu", "cpu", "dram") if g in groups and g not in missing}
+    for g in groups:
+        if g in missing or (g == "gpu" and len(groups[g]) > 1):
+            ordered |= {d: [d] for d in groups[g]}
     return ordered
+
+
+def check_members(samples, domains, check):
+    """{group: its counters, named by the samples or their sidecar, that are not among the fitted `domains`}, of groups with others that are."""
+    named = {m.group() for name in samples.meta.get("counters") or {} if (m := re.match(r"(gpu|cpu|dram)\d+(?=_)", name))}
+    missing = {}
+    for d in sorted(named.union(samples.domains) - set(domains)):
+        missing.setdefault(energylib.group(d), []).append(d)
+    missing = {g: lost for g, lost in missing.items() if g in map(energylib.group, domains)}
+    for g, lost in missing.items():
+        there = [d for d in domains if energylib.group(d) == g]
+        text = f"{g}: {', '.join(lost)} of {len(there) + len(lost)} has no readings for any call in {samples.path}: no sum is fitted, "
+        text += f"only {', '.join(there)}; mend its counter and calibrate again" + (", or sample the server's GPUs only (sampler.py --gpus)" * (g == "gpu"))
+        check("incomplete", "refused", text, group=g, missing=lost)
+    return missing
 
 
 def first_reason(columns):
     """Per call the first reason that is not empty."""
     return ["; ".join(dict.fromkeys(r for r in row if r)) for row in zip(*columns, strict=True)]
+
+
+def planned_calls(path):
+    """{cell and repetition, as `check_complete` names them} of the plan that microbench.py left beside a calls file; None without one."""
+    sidecar = Path(f"{path}.plan.json")
+    if not sidecar.exists():
+        return None
+    import microbench
+
+    found = json.loads(sidecar.read_bytes())
+    plan = found["plan"]
+    if plan["mode"] == "append":
+        longest = min((run["max_context"] for run in found["runs"] if run.get("max_context")), default=None)
+        pairs, _ = microbench.plan_append(plan["cached"], plan["uncached"], plan["outputs"], plan["reps"], plan["seed"], longest)
+        return {((c["cached"], c["uncached"], c["output"], "append"), c["rep"]) for c in pairs}
+    pairs = microbench.plan_pairs(plan["contexts"], plan["outputs"], plan["reps"], plan["seed"], plan["reference"])
+    return {((c["context"], c["output"], state), c["rep"]) for c in pairs for state in microbench.measured_states(c)}
+
+
+def check_complete(calls, path, check):
+    """Warns of a torn last line and of calls that the plan beside the file has and the file has not; without a plan, of repetitions that
+    some cells lack."""
+    data = gzip.decompress(Path(path).read_bytes()) if str(path).endswith(".gz") else Path(path).read_bytes()
+    last = data.rpartition(b"\n")[2]
+    try:
+        json.loads(last.strip() or b"0")
+    except ValueError:
+        text = f"{path}: the last line is torn ({len(last)} bytes, not JSON) and was skipped: the writer died, or the file was not copied whole"
+        check("torn", "warning", text)
+    found, reps = set(), {}
+    for c in calls[calls["unused"].isin(["", UNKNOWN_CACHED]) & calls["state"].notna() & (calls["rep"] >= 0)].itertuples():
+        size = (c.cell_cached, c.cell_uncached) if c.state == "append" else (c.context,)
+        found.add(((*size, c.output, c.state), c.rep))
+        if not isinstance(c.reference, str):  # its repetitions count on from those of the grid
+            reps.setdefault((*size, c.output, c.state), set()).add(c.rep)
+    try:
+        expected = planned_calls(path)
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        check("complete", "warning", f"{path}.plan.json: not a plan of microbench.py ({type(e).__name__}: {e}): whether calls are missing is not known")
+        return
+    whose = "of its plan" if expected is not None else "that its cells have where each is repeated as often as the others"
+    if expected is None:
+        every = set().union(*reps.values())
+        expected = {(cell, rep) for cell in reps for rep in every}
+    missing = expected - found
+    if missing:
+        cells = {cell for cell, _ in expected} - {cell for cell, _ in found}
+        text = f"{path}: {len(missing)} of the {len(expected)} calls {whose} are missing or not valid"
+        text += f", among them all of {', '.join(sorted(map(cell_label, cells)))}" if cells else ""
+        check("complete", "warning", text + ": measure the rest (the same microbench.py command goes on)", n=len(missing), of=len(expected))
 
 
 def check_calls(calls, path, samples, check):
@@ -856,13 +1012,13 @@ def check_calls(calls, path, samples, check):
     if good.empty:
         raise DataError(f"{path}: none of {len(calls)} calls can be fitted: " + "; ".join(f"{n} x {r}" for r, n in sorted(left.items())))
     if calls["cached_assumed"].any():
-        check("cached tokens", "note", f"{int(calls['cached_assumed'].sum())} misses without a cached count are taken as 0 cached tokens")
+        check("cached_tokens", "note", f"{int(calls['cached_assumed'].sum())} misses without a cached count are taken as 0 cached tokens")
     share = good["cached_tokens"] / good["prompt_tokens"]
     for state, odd in (("miss", (good["state"] == "miss") & (share > 0.01)), ("hit", (good["state"] == "hit") & (share < 0.5))):
         if odd.any():
             some = "some" if state == "miss" else "few"
             text = f"{odd.sum()} calls planned as a {state} had {some} cached tokens; fitted on what was measured"
-            check("cached tokens", "warning", text, n=int(odd.sum()))
+            check("cached_tokens", "warning", text, n=int(odd.sum()))
     off = np.abs(samples.to_mono(good["t_start"].to_numpy()) - good["mono_start"].to_numpy())
     if np.isfinite(off).any() and 0.02 < np.nanmedian(off) < 60:  # further apart: another machine's clock, which says nothing
         text = f"the clocks of calls and samples disagree by {np.nanmedian(off) * 1e3:.0f} ms (20 ms allowed); was the clock set?"
@@ -879,8 +1035,27 @@ def check_calls(calls, path, samples, check):
     for state in ("miss", "hit"):
         if (state, "start") in drift and (state, "end") in drift:
             change = float(np.mean(drift[state, "end"]) / np.mean(drift[state, "start"]) - 1)
-            level = "warning" if abs(change) > 0.03 else "ok"
-            check("drift", level, f"reference cell, {state}: time at the end {change:+.1%} against the start", value=change)
+            same = good.loc[(good["state"] == state) & good["cell"].isin(good.loc[good["reference"].notna(), "cell"]), "duration_s"]
+            spread = float(same.std(ddof=1) / same.mean())
+            text = f"reference cell, {state}: time at the end {change:+.1%} against the start (all {len(same)} such calls of the run: "
+            text += f"standard deviation {spread:.1%})"
+            check("drift", "warning" if abs(change) > 0.03 else "ok", text, value=change, spread=spread)
+
+
+TAKE_AGAIN = {  # how an idle file is measured anew
+    "bare": "stop the server and take it again: `FORCE=1 bash 03_calibrate.sh --idle-bare`",
+    "loaded": "take it again: `bash 03_calibrate.sh --idle-loaded`",
+}
+
+
+def mean_utilisation(path):
+    """{"gpu0": %, …, "cpu": %}: means over the state.csv beside an idle file; what is not known is left out."""
+    try:
+        state = energylib.read_state(energylib.state_path(path))
+    except FileNotFoundError:
+        return {}
+    columns = {name.removesuffix("_util_pct"): column for name, column in state.items() if name.endswith("_util_pct")}
+    return {name: float(np.nanmean(column)) for name, column in columns.items() if np.isfinite(column).any()}
 
 
 def read_idle(paths, samples, check):
@@ -891,6 +1066,10 @@ def read_idle(paths, samples, check):
         if not path:
             check("idle", "warning", f"no {state} idle file: " + ("the quiet between calls stands in" if state == "loaded" else "unknown"))
         source = energylib.read_samples(path) if path else None
+        used = mean_utilisation(path) if path else {}
+        if used.get("cpu", 0) > CPU_BUSY:
+            text = f"{path}: taken while the CPUs were busy ({used['cpu']:.0f} % on average): other work ran; {TAKE_AGAIN[state]}"
+            check("idle_busy", "warning", text, state=state, cpu_util_pct=used["cpu"])
         for domain in samples.domains:
             if source is None or domain not in source.domains:
                 idle[state][domain] = {"power_w": None, "se_w": None, "source": None, "refused": "not measured"}
@@ -898,13 +1077,73 @@ def read_idle(paths, samples, check):
                     check("idle", "warning", f"{path}: found no counter of {domain}, which the samples have", domain=domain)
                 continue
             idle[state][domain] = found = idle_of_file(source, domain)
+            if used.get(domain, 0) > GPU_BUSY:
+                found |= {"power_w": None, "se_w": None, "refused": f"the GPU was busy, utilisation {used[domain]:.0f} % on average"}
             if found["refused"]:
-                check("idle", "refused", f"{path}: {domain} is not idle: {found['refused']}", domain=domain, state=state)
+                text = f"{path}: {domain} is not idle: {found['refused']}; {TAKE_AGAIN[state]}"
+                check("idle", "refused", text, domain=domain, state=state)
+    for domain, bare in idle["bare"].items():
+        loaded = idle["loaded"][domain]
+        if None in (bare["power_w"], loaded["power_w"]):
+            continue
+        more = bare["power_w"] - loaded["power_w"]
+        if more > max(0.01 * loaded["power_w"], 3 * math.hypot(bare["se_w"], loaded["se_w"])):
+            text = f"{domain}: {bare['power_w']:.1f} W without a server ({paths['bare']}) is more than the {loaded['power_w']:.1f} W with the model "
+            text += f"loaded: something else ran; {TAKE_AGAIN['bare']}"
+            check("idle_order", "warning", text, domain=domain, bare_w=bare["power_w"], loaded_w=loaded["power_w"])
     return idle
 
 
-def check_domains(samples, calls, measured, quiet, idle, check):
-    """Completes idle["loaded"] by the quiet between calls, tests the counters, returns the domains that can be fitted."""
+def check_throttling(path, calls, table, groups, check):
+    """Calls that met a slowed GPU, by state.csv: how many, for which reasons, and whether the call model misses them by more than others."""
+    state = energylib.read_state(path)
+    masks = [column for name, column in state.items() if re.fullmatch(r"gpu\d+_throttle_reasons", name) and np.isfinite(column).any()]
+    if not masks:
+        check("throttling", "note", f"whether a GPU was throttled is not known: {path} has no throttle reasons")
+        return
+    bits = np.bitwise_or.reduce([np.nan_to_num(column).astype(np.int64) for column in masks])
+    good = (calls["unused"] == "").to_numpy()
+    first = np.searchsorted(state["t"], calls["t_start"].to_numpy(), "left")
+    last = np.searchsorted(state["t"], calls["t_end"].to_numpy(), "right")
+    reasons, met = {}, np.zeros(len(calls), bool)
+    for bit, name in energylib.THROTTLE_REASONS.items():
+        seen = np.r_[0, np.cumsum(bits & bit > 0)]
+        with_it = good & (seen[last] > seen[first])
+        if with_it.any():
+            reasons[name] = int(with_it.sum())
+        met |= with_it
+    rows = int((bits & sum(energylib.THROTTLE_REASONS) > 0).sum())
+    unseen = int((good & (first == last)).sum())
+    values = {"n": int(met.sum()), "of": int(good.sum()), "unseen": unseen, "rows": rows, "of_rows": len(bits), "reasons": reasons}
+    where = f"{rows} of {len(bits)} rows of {path}"
+    if unseen == good.sum():
+        check("throttling", "note", f"whether a GPU was throttled is not known: {path} covers no call", **values)
+        return
+    if not met.any():
+        check("throttling", "ok", f"no call met a throttled GPU ({where}; {unseen} of {good.sum()} calls fell between two rows)", **values)
+        return
+    said, residuals = [], {}
+    for name, held, measured in [(f"{g} above idle", f"heldout_{g}_above_idle_j", f"{g}_above_idle_j") for g in groups] + [
+        ("time", "heldout_s", "duration_s")
+    ]:
+        if held not in table:
+            continue
+        relative = table[held].to_numpy(float) / table[measured].to_numpy(float) - 1  # NaN where no cell could be left out
+        a, b = (relative[pick & np.isfinite(relative)] for pick in (good & met, good & ~met))
+        if min(len(a), len(b)) < 2:
+            continue
+        difference, se = float(a.mean() - b.mean()), math.sqrt(a.var(ddof=1) / len(a) + b.var(ddof=1) / len(b))
+        residuals[measured] = {"throttled": float(a.mean()), "others": float(b.mean()), "difference": difference, "se": se}
+        said.append(f"{name} {a.mean():+.1%} against {b.mean():+.1%} (difference {difference:+.1%} +- {se:.1%})")
+    text = f"{met.sum()} of {good.sum()} calls met a throttled GPU ({', '.join(f'{name}: {n}' for name, n in reasons.items())}; {where}, another "
+    text += f"{unseen} calls fell between two rows): the call model holds for a machine that is slowed like this one"
+    if said:
+        text += ". Held-out model / measured - 1 of these calls against the others: " + "; ".join(said)
+    check("throttling", "warning", text, **values, residuals=residuals)
+
+
+def check_domains(samples, calls, measured, quiet, idle, check, path=None):
+    """Completes idle["loaded"] (of the file `path`) by the quiet between calls, tests the counters, returns the domains that can be fitted."""
     good = (calls["unused"] == "").to_numpy()
     fitted = []
     for domain in samples.domains:
@@ -925,6 +1164,14 @@ def check_domains(samples, calls, measured, quiet, idle, check):
             check("isolated", "refused", f"{domain}: no call could be measured", domain=domain)
             continue
         fitted.append(domain)
+        more = loaded["power_w"] / loaded["between_calls_w"] - 1 if loaded["power_w"] and loaded["between_calls_w"] else 0.0
+        limit = IDLE_LIMITS[energylib.group(domain)]["between"]
+        se = math.hypot(loaded["se_w"] or 0.0, loaded["between_calls_se_w"] or 0.0)
+        if more > limit and more * loaded["between_calls_w"] > 3 * se:
+            why = f"{loaded['power_w']:.1f} W rested is {more:.0%} more than the {loaded['between_calls_w']:.1f} W between calls, "
+            why += f"at most {limit:.0%} is idle: something else ran all the time"
+            loaded |= {"power_w": None, "se_w": None, "refused": why}
+            check("idle", "refused", f"{path}: {domain} is not idle: {why}; {TAKE_AGAIN['loaded']}", domain=domain, state="loaded")
         if loaded["power_w"] is not None and loaded["between_calls_w"] / loaded["power_w"] > 1.1:
             check("idle", "warning", f"{domain}: {loaded['between_calls_w']:.1f} W between calls against {loaded['power_w']:.1f} W rested: "
                   "above-idle energies are relative to the former", domain=domain)  # fmt: skip
@@ -932,6 +1179,8 @@ def check_domains(samples, calls, measured, quiet, idle, check):
             check("source", "note", f"{domain}: estimated from a stated power model, not measured", domain=domain)
         if samples.source[domain] == "nvml-power":
             text = f"{domain}: no energy counter; the power reading is an average over up to a second, which smears short calls"
+            if f"{domain}_mj" in (samples.meta.get("counters") or {}):
+                text += f". {samples.path} has no column {domain}_mj, though its sidecar names it: was the file changed?"
             check("source", "warning", text, domain=domain)
         if samples.source[domain] == "nvml":
             test = linearity(samples, domain, calls, loaded["between_calls_w"])
@@ -994,17 +1243,18 @@ def fit_parts(calls, rows, floor_above, draws, rng):
     return out
 
 
-def literature_rows(calls, group, rows, above, total, duration, base_w, floor_above, fit, held, time_held):
-    """Rows of models.csv: the literature's models and this one, held out on the same calls."""
+def literature_rows(calls, group, rows, above, total, duration, base_w, floor_above, fit, time_fit, held, time_held):
+    """Rows of models.csv: the literature's models and this one, held out on the same calls. Each is fitted to energy and to time; the total
+    is made of both, so it has the parameters of both."""
     names = calls["cell"][rows]
     misses = (calls["cached_tokens"] == 0).to_numpy()[rows]
     a = compare(make_design(calls, rows, above, floor_above)[0], names, misses)
     t = compare(make_design(calls, rows, duration, floor_above)[0], names, misses)
     truths = {"above_idle_j": above[rows], "total_j": total[rows], "time_s": duration[rows]}
     out = []
-    own = {"model": "this one", "terms": ", ".join(fit["form"]), "parameters": len(fit["form"])}
+    own, own_time = ({"model": "this one", "terms": ", ".join(f["form"]), "parameters": len(f["form"])} for f in (fit, time_fit))
     for which, mask in (("all", np.ones(rows.sum(), bool)), ("misses", misses)):
-        row_a, row_t = dict(own, calls=which), {}
+        row_a, row_t = dict(own, calls=which), dict(own_time, calls=which)
         for kind in ("cell", "context"):
             for row, values in ((row_a, held[kind]), (row_t, time_held[kind])):
                 row[f"_{kind}"] = np.full(rows.sum(), np.nan) if values is None else np.where(mask, values[rows], np.nan)
@@ -1012,10 +1262,15 @@ def literature_rows(calls, group, rows, above, total, duration, base_w, floor_ab
         t.append(row_t)
     for row_a, row_t in zip(a, t, strict=True):
         for quantity, truth in truths.items():
-            line = {"group": group, "estimated": fit["estimated"], "quantity": quantity, "calls": row_a["calls"]}
-            line |= {k: row_a[k] for k in ("model", "terms", "parameters")}
+            line = {"group": group, "estimated": fit["estimated"], "quantity": quantity, "calls": row_a["calls"], "model": row_a["model"]}
+            if quantity == "total_j":
+                terms = row_a["terms"], row_t["terms"]
+                line["terms"] = f"{terms[0]}; for energy and for time" if terms[0] == terms[1] else f"energy: {terms[0]}; time: {terms[1]}"
+                line["parameters"] = row_a["parameters"] + row_t["parameters"]
+            else:
+                line |= {k: (row_t if quantity == "time_s" else row_a)[k] for k in ("terms", "parameters")}
             for kind in ("cell", "context"):
-                values = {"above_idle_j": row_a, "time_s": row_t}.get(quantity, row_a)[f"_{kind}"]
+                values = (row_t if quantity == "time_s" else row_a)[f"_{kind}"]
                 if quantity == "total_j":
                     values = row_a[f"_{kind}"] + base_w * row_t[f"_{kind}"]
                 e = errors(values, truth, names)
@@ -1055,17 +1310,21 @@ def validate(params, path, samples_path, samples, others, out_dir, check):
             table[name], table[f"est_{name}"] = truth, value
             result[name] = errors(value[good], truth[good], calls["cell"][good])
             where[name] = value / truth - 1
-    table[table["unused"] == ""].to_csv(out_dir / "append_energy.csv", index=False, lineterminator="\n", float_format="%.9g")
+    save_table(table[table["unused"] == ""], out_dir / "append_energy.csv", 9)
     params["validation"] = {"append": result}
     low, high = params["floor_bracket_uncached_tokens"]
-    floored = any((f["terms"].get("prefill_floor") or {}).get("value") for f in (params["time"], *params["energy"].values()))
+    floored = any(f["floor_above_uncached_tokens"] for f in (params["time"], *params["energy"].values()))
     for name, error in result.items():
-        if name == "n" or error is None:
+        if name == "n":
+            continue
+        if error is None:
+            check("append", "warning", f"append calls, {name}: no error is known: no cell was measured above 0", quantity=name)
             continue
         ok = error["mape"] <= APPEND_TOLERANCE
         text = f"append calls, {name}: mean error {error['mape']:.1%}, bias {error['bias']:+.1%}, "
         text += f"worst cell {error['worst_cell_mape']:.1%} ({error['worst_cell']})"
-        if not ok:
+        text += f", without {error['left_out']} cells that do not rise above 0" if "left_out" in error else ""
+        if not ok or error["worst_cell_mape"] > APPEND_TOLERANCE:
             text += ". By uncached tokens: "
             u = np.array([cell[1] for cell in calls["cell"]])
             parts = []
@@ -1110,7 +1369,7 @@ def compare_transports(params, here, there, out_dir, check):
     columns = ["cell", "context", "output", "state", "quantity", "n", "mean", "sd", "compare_n", "compare_mean", "compare_sd", "difference",
                "ratio", "ratio_lo", "ratio_hi"]  # fmt: skip
     table = pd.DataFrame(rows, columns=columns)
-    table.to_csv(out_dir / "transports.csv", index=False, lineterminator="\n", float_format="%.9g")
+    save_table(table, out_dir / "transports.csv", 9)
     said = sorted({t for t in other["transport"] if isinstance(t, str)})
     result = {"transport": params["transport"], "compare_transport": ", ".join(said) or None, "cells": len(both) - len(unlike)}
     result |= {"not_compared": sorted(unlike + [cell_label(c) for c in cells[0] ^ cells[1]])}
@@ -1185,7 +1444,7 @@ def write_after_call(idle, out_dir):
 
     rows = [{"domain": d, **row} for d, entry in idle["loaded"].items() for row in entry.get("by_time_since_call") or []]
     columns = ["domain", "from_s", "to_s", "power_w", "se_w", "n", "seconds"]
-    pd.DataFrame(rows, columns=columns).to_csv(out_dir / "idle_after_call.csv", index=False, lineterminator="\n", float_format="%.6g")
+    save_table(pd.DataFrame(rows, columns=columns), out_dir / "idle_after_call.csv")
 
 
 # ---- tables and figures ----
@@ -1226,11 +1485,9 @@ def write_tables(params, quantities, out_dir):
     rows = []
     for group, fit in params["energy"].items():
         rows += [{"group": group, "estimated": fit["estimated"], **r} for r in energy_per_token(params, group, token_contexts(params))]
-    pd.DataFrame(rows).to_csv(out_dir / "energy_per_token.csv", index=False, lineterminator="\n", float_format="%.6g")
+    save_table(pd.DataFrame(rows), out_dir / "energy_per_token.csv")
     rows = [{"quantity": q, "cell": cell_label(c), "cv": v} for q, variation in quantities.items() for c, v in variation.items()]
-    pd.DataFrame(rows, columns=["quantity", "cell", "cv"]).to_csv(
-        out_dir / "repeatability.csv", index=False, lineterminator="\n", float_format="%.6g"
-    )
+    save_table(pd.DataFrame(rows, columns=["quantity", "cell", "cv"]), out_dir / "repeatability.csv")
 
 
 def token_contexts(params):
@@ -1263,8 +1520,12 @@ def draw(params, table, quantities, out_dir):
             save(plt, figure, out_dir / "repeatability.png")
 
 
+def save_table(table, path, digits=6):
+    csvfiles.put_whole(path, lambda beside: table.to_csv(beside, index=False, lineterminator="\n", float_format=f"%.{digits}g"))
+
+
 def save(plt, figure, path):
-    figure.savefig(path, metadata={"Software": None})  # the version of matplotlib would make equal runs differ
+    csvfiles.put_whole(path, lambda beside: figure.savefig(beside, metadata={"Software": None}))  # the version of matplotlib would make equal runs differ
     plt.close(figure)
 
 
@@ -1397,9 +1658,10 @@ def summary(params, out_dir):
             value = "not known" if idle["power_w"] is None else f"{idle['power_w']:.2f} +- {idle['se_w']:.2f} W"
             between = idle.get("between_calls_w")
             word = " (estimated)" if idle["source"] == "model" else ""
-            lines.append(f"idle {state:6} {domain:6} {value}" + (f"; between calls {between:.2f} W" if between is not None else "") + word)
+            value += "" if between is None else f"; between calls {between:.2f} W, which is what is subtracted from calls"
+            lines.append(f"idle {state:6} {domain:6} {value}{word}")
     lines += ["", f"{'':28}{'calls':>6}{'cells':>6}   leave one cell out   leave one context out   noise",
-              f"{'':28}{'':6}{'':6}   {'mean':>6} {'worst cell':>12}   {'mean':>6} {'worst cell':>12}     within cells"]  # fmt: skip
+              f"{'':28}{'':6}{'':6}   {'mean':>6} {'worst cell':>12}   {'mean':>6} {'worst cell':>12}     within cells*"]  # fmt: skip
     rows = []
     for group, fit in params["energy"].items():
         word = " (estimated)" if fit["estimated"] else ""
@@ -1409,6 +1671,7 @@ def summary(params, out_dir):
         cell, context = (fit["held_out"][f"leave_one_{kind}_out"].get(key) for kind in ("cell", "context"))
         lines.append(f"{label:28}{fit['n']:6}{fit['cells']:6}   {pct(cell)} {pct(cell, 'worst_cell_mape'):>12}   "
                      f"{pct(context)} {pct(context, 'worst_cell_mape'):>12}     {pct(fit['noise_floor'][key])}")  # fmt: skip
+    lines.append("* mean |call / mean of its cell - 1|")
     for label, fit in [*((f"{g}, J above idle", f) for g, f in params["energy"].items()), ("time, s", params["time"])]:
         lines += ["", f"{label}:"]
         for name, term in fit["terms"].items():
@@ -1418,42 +1681,108 @@ def summary(params, out_dir):
                 text = "not resolved" + ("" if term["hi"] is None else f", at most {term['hi']:.3g}") + f" {term['unit']} {term['meaning']}"
             else:
                 interval = "" if term["hi"] is None else f" ({term['lo']:.3g} to {term['hi']:.3g})"
-                text = f"{term['value']:.4g}{interval} {term['unit']} {term['meaning']}"
+                begin = fit["floor_above_uncached_tokens"]
+                whose = "" if name != "prefill_floor" else f", above {begin:g} uncached tokens" if begin else ", hits included"
+                text = f"{term['value']:.4g}{interval} {term['unit']} {term['meaning']}{whose}"
             lines.append(f"  {name:18} {text}")
+    lines += ["", "Only sums of these terms are predictions: single coefficients, and watts made of two of them, are not physical quantities."]
     parts = params["time_parts"]
     cached = parts and parts["first_token"]["terms"].get("cached")
     if cached and cached.get("value"):
         lines += ["", f"time to first token on hits grows by {cached['value'] * 1e6:.2f} microseconds per cached token"]
-    told = [c for c in params["checks"] if c["level"] in ("warning", "refused") or c["check"] in ("append", "linearity", "transports")]
-    lines += [""] + [f"{c['level']}: {c['text']}" for c in told]
-    lines += ["", f"wrote {out_dir}/params.json, models.csv, calls_energy.csv and figures",
-              f"next: trajectories (06_run_batch.sh), then align_trial.py FOLDER... --calib {out_dir} --out trials.csv"]  # fmt: skip
+    told = [c for c in params["checks"] if c["severity"] in ("warning", "refused") or c["code"] in ("append", "linearity", "throttling", "transports")]
+    lines += [""] + [f"{c['severity']}: {c['text']}" for c in told]
+    lines += floor_end(params)
+    lines += ["", f"wrote {out_dir}/params.json, models.csv, calls_energy.csv and figures"]
+    if not os.environ.get("TRAJOULE_CALLER"):  # a stage names the next command itself
+        lines.append(f"next: trajectories (06_run_batch.sh), then align_trial.py FOLDER... --calib {out_dir} --out trials.csv")
     return lines
+
+
+def floor_end(params):
+    """Why append cells may be off where the floor is that of every call: a line for the terminal that names them, or none."""
+    low, high = params["floor_bracket_uncached_tokens"]
+    fits = [f for f in (params["time"], *params["energy"].values()) if "prefill_floor" in f["form"] and f["floor_above_uncached_tokens"] == 0]
+    if high is None or not fits:
+        return []
+    worst = {e["worst_cell"] for e in ((params["validation"] or {}).get("append") or {}).values()
+             if isinstance(e, dict) and e["worst_cell_mape"] > APPEND_TOLERANCE}  # fmt: skip
+    between = sorted(c for c in worst if low < float(c.partition("+")[2].partition("/")[0]) < high)
+    text = f"append, {', '.join(between)}: the grid has no call between {low:g} and {high:g} uncached tokens: "
+    return [text + "how far the prefill floor, fitted there to hits and misses alike, holds for them is not known"] if between else []
+
+
+def whole(text):
+    """A number of draws, for argparse."""
+    return parsed(int, text, lambda n: 0 <= n <= 100_000, "a whole number from 0 to 100000")
+
+
+def tokens(text):
+    """A number of tokens, for argparse."""
+    return parsed(float, text, lambda n: 0 <= n < 1e9, "a number of tokens, 0 or more")
+
+
+RESULTS = ("*_energy.csv", "models.csv", "transports.csv", "idle_after_call.csv", "energy_per_token.csv", "repeatability.csv", "repeatability.png",
+           "energy_model_*.png", "energy_per_token_*.png", "residuals_*.png", "params.json*")  # fmt: skip
+
+
+def check_out_dir(out_dir, measured):
+    """Raises DataError when `out_dir` is no folder, holds files of others, or results of other measurements ({name: path}), which would be lost."""
+    if Path(out_dir).exists() and not Path(out_dir).is_dir():
+        raise DataError(f"--out-dir {out_dir}: is a file, expected a folder")
+    path = Path(out_dir) / "params.json"
+    if not path.exists():
+        # without params.json, which is written last, its own other files are those of a run that was interrupted
+        names = sorted(p.name for p in Path(out_dir).glob("*") if not p.name.startswith("."))
+        others = [name for name in names if not any(fnmatch.fnmatch(name, pattern) for pattern in RESULTS)]
+        if others:
+            raise DataError(f"--out-dir {out_dir}: found {others[0]} and no params.json, expected an empty folder or one of calibrate.py; "
+                            "give another --out-dir, or --force to write into it")  # fmt: skip
+        return
+    try:
+        old = json.loads(path.read_bytes())["inputs"]
+        differ = [name for name, of in measured.items() if old[name]["sha256"] != energylib.sha256(of)]
+    except (ValueError, KeyError, TypeError):
+        raise DataError(f"{path}: not written by calibrate.py; give another --out-dir, or --force to replace it") from None
+    if differ:
+        raise DataError(f"{path}: was computed from other measurements ({', '.join(differ)}); give another --out-dir, or --force to replace it")
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", required=True, help="samples.csv of the calibration run")
     parser.add_argument("--calls", required=True, help="calls.jsonl of the grid (microbench.py)")
-    parser.add_argument("--idle-loaded", help="samples with the model resident and no request")
+    parser.add_argument("--state", help="state of the hardware during the calls: tells which met a throttled GPU (default: the sampler's file "
+                                        "beside --samples, state.csv for samples.csv, else NAME.state.csv)")  # fmt: skip
+    parser.add_argument("--idle-loaded", help="samples with the model resident and no request; NAME.state.csv beside it tells what was busy")
     parser.add_argument("--idle-bare", help="samples without a server")
     parser.add_argument("--append", help="calls.jsonl of the append cells: validation, never fitted")
     parser.add_argument("--append-samples", help="samples of the append cells (default: --samples)")
     parser.add_argument("--compare", help="calls.jsonl of the same grid over another transport: compared cell by cell, never fitted")
     parser.add_argument("--compare-samples", help="samples of these calls (default: --samples)")
-    parser.add_argument("--out-dir", default="results/calib", help="default: %(default)s")
+    parser.add_argument("--out-dir", required=True, help="folder for the results; those of the same samples and calls are replaced")
+    parser.add_argument("--force", action="store_true", help="write into --out-dir whatever it holds: results of other samples or calls are replaced")
     parser.add_argument("--hardware", help="the machine in words (default: from the sampler's sidecar)")
     parser.add_argument("--model", help="the model's name (default: from the calls)")
-    parser.add_argument("--floor-above", type=float, metavar="TOKENS",
-                        help="the prefill floor applies above so many uncached tokens (vLLM: the largest captured CUDA graph, 512; "
-                             "default: halfway between the grid's hits and misses)")  # fmt: skip
-    parser.add_argument("--bootstrap", type=int, default=1000, help="draws for the intervals (default: %(default)s)")
+    parser.add_argument("--floor-above", type=tokens, metavar="TOKENS",
+                        help="a prefill floor applies above so many uncached tokens (vLLM: the largest captured CUDA graph, 512; default: "
+                             "halfway between the grid's hits and misses, or to every call, whichever fits better)")  # fmt: skip
+    parser.add_argument("--bootstrap", type=whole, default=1000, metavar="DRAWS", help="draws for the intervals (default: %(default)s)")
     parser.add_argument("--no-figures", action="store_true", help="tables only")
     a = parser.parse_args(argv)
     try:
-        params = calibrate(a.samples, a.calls, a.idle_loaded, a.idle_bare, a.append, a.append_samples, a.out_dir, a.hardware, a.model,
-                           a.floor_above, a.bootstrap, not a.no_figures, a.compare, a.compare_samples)  # fmt: skip
-    except (DataError, FileNotFoundError, IsADirectoryError, PermissionError) as e:
+        for name in ("pandas",) if a.no_figures else ("pandas", "matplotlib"):
+            importlib.import_module(name)
+    except ModuleNotFoundError as e:
+        print(f"calibrate.py: {e.name} is missing: pip install numpy pandas matplotlib", file=sys.stderr)
+        return 2
+    try:
+        if not a.force:
+            check_out_dir(a.out_dir, {"samples": a.samples, "calls": a.calls})
+        params = calibrate(a.samples, a.calls, a.idle_loaded, a.idle_bare, a.append, a.append_samples, out_dir=a.out_dir,
+                           hardware=a.hardware, model=a.model, floor_above=a.floor_above, draws=a.bootstrap, figures=not a.no_figures,
+                           compare=a.compare, compare_samples=a.compare_samples, state=a.state)  # fmt: skip
+    except (DataError, FileNotFoundError, IsADirectoryError, NotADirectoryError, FileExistsError, PermissionError) as e:
         print(f"calibrate.py: {e}", file=sys.stderr)
         return 2
     except OSError as e:

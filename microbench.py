@@ -19,7 +19,7 @@ Append cells first fill the cache with --append-cached tokens (state "fill"), th
 What came back is checked: prompt and output length to the token, no cached tokens on a miss, the whole prompt (less a cache block) on
 a hit, the reset's answer. A pair that fails is sent again up to --retries times. Every attempt stays on record; `valid` is false, with
 the `reason`, for those that must not be fitted: failed checks, warm-ups, fills. A rerun keeps the finished calls of the same plan
-(OUT.plan.json beside the output), also after a kill; another plan needs another --out.
+(OUT.plan.json beside the output), also after a kill; another plan, --quiet-s or --no-reset needs another --out.
 
 Server kinds: `vllm` and `llamacpp` can do everything. `openai` (any other OpenAI-compatible server) has no cache reset: misses rely on
 the random start, and the template's own few tokens may be cached; no token ids, so chat only; prompts are counted through short requests
@@ -45,6 +45,8 @@ import urllib.parse
 import uuid
 from pathlib import Path
 
+from stages.arguments import is_root, parsed
+
 # Common English words: nearly all are one token with a space before them in every BPE vocabulary; those that are not are dropped.
 COMMON_WORDS = """time year people way day man thing woman life child world school state family student group country problem hand part
 place case week company system program question work government number night point home water room mother area money story fact
@@ -53,6 +55,7 @@ car city name team minute idea body back face level office door health person ar
 research moment air teacher force education table paper field rate plan report view value model test data form cost land tree sun
 road step term class short small large long white black red green open free full early late first last next same other"""
 WORDS = COMMON_WORDS.split()
+MOST_TOKENS = 10_000_000  # of a prompt: more is a slip of the finger
 SALT_WORDS = 12  # words that no other run begins with: even 64 usable words make 2^72 different starts
 TEMPLATE_SLACK = 8  # tokens that chat templates add for the next answer but do not repeat in the history, such as an empty <think> block
 # Tokens per second that --dry-run and the first ETA assume when --prefill-rate and --decode-rate are not given: a 30B MoE on an H200,
@@ -143,11 +146,11 @@ def clock(seconds):
 
 
 def read_finished(path, mend):
-    """({(pair key, state)} of the valid calls in a calls file, lines). A torn last line (a killed run) is skipped, and with `mend` cut off
-    the file, so that what is appended starts on a line of its own. Raises PlanError on a bad line elsewhere."""
-    done, lines = set(), 0
+    """({(pair key, state)} of the valid calls in a calls file, their runs, lines). A torn last line (a killed run) is skipped, and with `mend`
+    cut off the file, so that what is appended starts on a line of its own. Raises PlanError on a bad line elsewhere."""
+    done, runs, lines = set(), set(), 0
     if not path.exists():
-        return done, lines
+        return done, runs, lines
     raw = path.read_bytes()
     whole = raw[: raw.rfind(b"\n") + 1]
     for n, line in enumerate(whole.splitlines(), 1):
@@ -155,13 +158,25 @@ def read_finished(path, mend):
             rec = json.loads(line)
             if rec["valid"]:
                 done.add((pair_key(rec["cell"]), rec["cell"]["state"]))
+                runs.add(rec.get("run"))
         except (ValueError, KeyError, TypeError) as e:
             raise PlanError(f"{path}:{n}: no record of a call ({type(e).__name__}: {e}); give another --out, or remove the line") from e
         lines += 1
     if mend and len(whole) < len(raw):
         with open(path, "r+b") as f:
             f.truncate(len(whole))
-    return done, lines
+    return done, runs, lines
+
+
+def check_settings(out, sidecar, runs, now):
+    """Raises PlanError when one of `runs`, whose calls are kept, was made with other settings than `now` that change what a call measures."""
+    for run in sidecar["runs"]:
+        for k, option in (("quiet_s", "--quiet-s"), ("cache_reset", "--no-reset")):
+            if run.get("run") in runs and run.get(k, now[k]) != now[k]:
+                raise PlanError(
+                    f"{out} has calls made with another {option} ({k}: {json.dumps(run[k])} there, {json.dumps(now[k])} now): give another --out, "
+                    "or the same settings"
+                )
 
 
 def open_plan(out, plan):
@@ -312,13 +327,14 @@ def read_stream(resp, rec):
 
 
 def take_answer(answer, rec):
-    """Copy usage, finish reason and a server's error text from an answer or a stream event. A count that is missing stays null."""
+    """Copy usage, finish reason and a server's error text from an answer or a stream event. A count that is missing stays null,
+    and one that is told stays when a later event says null."""
     if answer.get("error"):
         rec["error"] = f"server: {json.dumps(answer['error'])[:300]}"
     usage = answer.get("usage") or {}
-    for k in ("prompt_tokens", "completion_tokens"):
-        rec[k] = usage.get(k, rec[k])
-    rec["cached_tokens"] = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", rec["cached_tokens"])
+    told = {k: usage.get(k) for k in ("prompt_tokens", "completion_tokens")}
+    told["cached_tokens"] = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+    rec.update({k: v for k, v in told.items() if v is not None})
     for choice in answer.get("choices") or []:
         rec["finish_reason"] = choice.get("finish_reason") or rec["finish_reason"]
 
@@ -356,7 +372,7 @@ class Bench:
     def __init__(self, a, adapter, served, out, seq):
         self.a, self.adapter, self.served, self.out, self.seq = a, adapter, served, out, seq
         self.run = secrets.token_hex(6)
-        self.reset = adapter.can_reset and not a.no_reset
+        self.reset = settings_of(a, adapter)["cache_reset"]
         self.url = a.proxy_url or a.base_url
         self.path = "/v1/chat/completions" if a.transport == "chat" else "/v1/completions"
         self.block = a.cache_block or adapter.cache_block
@@ -365,10 +381,6 @@ class Bench:
         if adapter.can_tokenize:
             self.words = usable_words(lambda words: len(adapter.tokenize("".join(f" {w}" for w in words))))
             self.ids = adapter.tokenize("".join(f" {w}" for w in self.words))
-        elif a.transport == "completions":
-            raise PlanError(f"--transport completions needs token ids, and a server of kind '{adapter.kind}' has no tokenizer: use chat")
-        elif a.append:
-            raise PlanError(f"append cells need a tokenizer, which a server of kind '{adapter.kind}' does not offer")
         else:
             one_word = self.asked_tokens(["time"])
             self.words = usable_words(lambda words: self.asked_tokens(["time", *words]) - one_word)
@@ -518,7 +530,7 @@ class Bench:
 
     def hint(self, fault):
         if fault.startswith("cache reset refused"):
-            return "; or run with --no-reset, which relies on the prompts' random start"
+            return "; or run with --no-reset and another --out, which relies on the prompts' random start"
         if "a hit with" in fault:
             return "; is prefix caching on?"
         if "output of" in fault and self.adapter.kind == "openai":
@@ -596,6 +608,13 @@ def run(a):
     from servers import adapter as adapters
 
     adapter = adapters.get(a.server_kind, a.base_url)
+    if not adapter.can_tokenize and a.transport == "completions":
+        raise PlanError(f"--transport completions needs token ids, and a server of kind '{adapter.kind}' has no tokenizer: use chat")
+    if not adapter.can_tokenize and a.append:
+        raise PlanError(f"--append needs a tokenizer, which a server of kind '{adapter.kind}' does not offer: leave it out")
+    folder = next(p for p in a.out.absolute().parents if p.exists())
+    if a.out.is_dir() or not folder.is_dir():
+        raise PlanError(f"--out {a.out}: {a.out if a.out.is_dir() else folder} is a {'folder' if a.out.is_dir() else 'file'}, expected a file in a folder")
     if a.dry_run:
         return dry_run(a, adapter)
     adapter.wait_ready(a.wait_s)
@@ -611,7 +630,8 @@ def run(a):
             fcntl.flock(out, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise PlanError(f"{a.out} is being written by another microbench.py: wait for it, or give another --out") from None
-        done, seq = read_finished(a.out, mend=True)
+        done, runs, seq = read_finished(a.out, mend=True)
+        check_settings(a.out, sidecar, runs, settings_of(a, adapter))
         missing = unfinished(pairs, done)
         if not missing:
             say(f"{a.out} is complete: {len(pairs)} pairs, nothing to do")
@@ -623,8 +643,8 @@ def run(a):
         sidecar["complete"] = False
         sidecar["runs"].append({
             "run": bench.run, "t_begin": round(time.time(), 3), "t_end": None, "model": served, "max_context": max_context,
-            "server_version": adapter.version(), "base_url": a.base_url, "proxy_url": a.proxy_url, "quiet_s": a.quiet_s,
-            "cache_reset": bench.reset, "cache_block": bench.block,
+            "server_version": adapter.version(), "base_url": a.base_url, "proxy_url": a.proxy_url,
+            **settings_of(a, adapter), "cache_block": bench.block,
         })
         write_json_atomic(sidecar_path, sidecar)
         if not bench.reset:
@@ -660,8 +680,9 @@ def dry_run(a, adapter):
     pairs, plan, notes = make_plan(a, a.model or served, max_context)
     done = set()
     if served and a.out.exists():
-        open_plan(a.out, plan)
-        done, _ = read_finished(a.out, mend=False)
+        sidecar = open_plan(a.out, plan)
+        done, runs, _ = read_finished(a.out, mend=False)
+        check_settings(a.out, sidecar, runs, settings_of(a, adapter))
     missing = unfinished(pairs, done)
     for line in notes:
         say(line)
@@ -672,6 +693,11 @@ def dry_run(a, adapter):
     print(f"{len(missing)} of {len(pairs)} pairs to send, {2 * len(missing)} calls, and {2 * len(shapes)} calls of warm-up; about {about} "
           f"if the server does {rates[0]:g} tokens/s of prefill and {rates[1]:g} of decode (--prefill-rate, --decode-rate). Nothing sent.")
     return 0
+
+
+def settings_of(a, adapter):
+    """What of a run must be the same in all runs of an output, though the plan does not say it."""
+    return {"quiet_s": a.quiet_s, "cache_reset": adapter.can_reset and not a.no_reset}
 
 
 def unfinished(pairs, done):
@@ -706,32 +732,32 @@ def send_all(bench, pairs, missing, shapes, done):
 
 
 def numbers(text):
-    """Comma-separated positive whole numbers, for argparse."""
-    values = [int(x) for x in text.split(",")]
-    if min(values) < 1 or len(set(values)) != len(values):
-        raise argparse.ArgumentTypeError(f"'{text}': expected different whole numbers from 1 up, such as 1024,4096")
+    """Comma-separated numbers of tokens, for argparse."""
+    expected = "different whole numbers from 1 to 10 million with commas between, such as 1024,4096"
+    values = [parsed(int, x, lambda n: 1 <= n <= MOST_TOKENS, expected) for x in text.split(",")]
+    if len(set(values)) != len(values):
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected {expected}")
     return values
 
 
 def positive(text):
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"'{text}': expected a whole number from 1 up")
-    return value
+    return parsed(int, text, lambda n: 1 <= n <= MOST_TOKENS, "a whole number from 1 to 10 million")
+
+
+def repetitions(text):
+    return parsed(int, text, lambda n: 1 <= n <= 10_000, "a whole number from 1 to 10000")
 
 
 def seconds(text):
-    value = float(text)
-    if not 0 <= value < 86400:
-        raise argparse.ArgumentTypeError(f"'{text}': expected seconds, 0 or more")
-    return value
+    return parsed(float, text, lambda s: 0 <= s <= 86400, "seconds, 0 to 86400")
+
+
+def timeout(text):
+    return parsed(float, text, lambda s: 1e-3 <= s <= 86400, "seconds, more than 0, at most 86400")
 
 
 def rate(text):
-    value = float(text)
-    if not 0 < value < 1e9:
-        raise argparse.ArgumentTypeError(f"'{text}': expected tokens per second, more than 0")
-    return value
+    return parsed(float, text, lambda r: 1e-6 <= r <= 1e9, "tokens per second, more than 0")
 
 
 def reference(text):
@@ -740,8 +766,8 @@ def reference(text):
     context, _, output = text.partition(":")
     try:
         return positive(context), positive(output)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"'{text}': expected CONTEXT:OUTPUT such as 4096:192, middle or none") from None
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected CONTEXT:OUTPUT such as 4096:192, middle or none") from None
 
 
 def parser():
@@ -754,7 +780,7 @@ def parser():
     p.add_argument("--contexts", type=numbers, help=f"prompt lengths, tokens (default {','.join(map(str, GRID['contexts']))})")
     p.add_argument("--outputs", type=numbers, help=f"output lengths, tokens (default {','.join(map(str, GRID['outputs']))}; with --append "
                                                    f"{','.join(map(str, APPEND['outputs']))})")
-    p.add_argument("--reps", type=positive, default=1, help="repetitions of every cell")
+    p.add_argument("--reps", type=repetitions, default=1, help="repetitions of every cell")
     p.add_argument("--transport", choices=["chat", "completions"], default="chat")
     p.add_argument("--append", action="store_true", help="send append cells instead of the grid")
     p.add_argument("--append-cached", type=numbers, default=APPEND["cached"], help="tokens in the cache before an append call")
@@ -769,7 +795,7 @@ def parser():
     p.add_argument("--retries", type=int, choices=range(10), default=2, metavar="0-9", help="how often a pair that failed is sent again")
     p.add_argument("--no-reset", action="store_true", help="rely on the prompts' random start instead of the server's cache reset")
     p.add_argument("--cache-block", type=positive, help="tokens of a cache block, where it is not the kind's usual (vLLM on CPU: 128)")
-    p.add_argument("--timeout-s", type=seconds, default=900.0, help="longest wait for a call's next byte")
+    p.add_argument("--timeout-s", type=timeout, default=900.0, help="longest wait for a call's next byte")
     p.add_argument("--wait-s", type=seconds, default=30.0, help="longest wait for the server at the start")
     p.add_argument("--prefill-rate", type=rate, help="tokens/s that the time estimate assumes")
     p.add_argument("--decode-rate", type=rate, help="tokens/s that the time estimate assumes")
@@ -783,7 +809,7 @@ def main(argv=None):
     for name in ("base_url", "proxy_url"):
         url = getattr(a, name)
         if url is not None:
-            if not urllib.parse.urlsplit(url).hostname or not url.startswith(("http://", "https://")):
+            if not is_root(url):
                 p.error(f"--{name.replace('_', '-')} '{url}': expected an address such as http://127.0.0.1:8000")
             setattr(a, name, url.rstrip("/").removesuffix("/v1"))
 
@@ -793,6 +819,7 @@ def main(argv=None):
     signal.signal(signal.SIGTERM, interrupted)
     from servers.adapter import ServerError
 
+    goes_on = "" if os.environ.get("TRAJOULE_CALLER") else ", the same command goes on"  # a stage says itself how it goes on
     try:
         code = run(a)
     except PlanError as e:
@@ -801,10 +828,10 @@ def main(argv=None):
     except (BenchError, ServerError, OSError) as e:
         say(e)
         if a.out.exists() and a.out.stat().st_size:
-            say(f"what was finished is in {a.out}, the same command goes on")
+            say(f"what was finished is in {a.out}{goes_on}")
         code = 1
     except KeyboardInterrupt:
-        say(f"interrupted; what was finished is in {a.out}, the same command goes on")
+        say(f"interrupted; what was finished is in {a.out}{goes_on}")
         code = 130
     sys.exit(code)
 

@@ -144,6 +144,13 @@ def test_check(state, change, reason):
     assert found is None if reason is None else re.search(reason, found)
 
 
+def test_a_count_that_was_told_is_not_wiped_by_null():
+    rec = {"prompt_tokens": None, "completion_tokens": None, "cached_tokens": None, "finish_reason": None}
+    mb.take_answer({"usage": {"prompt_tokens": 100, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 0}}}, rec)
+    mb.take_answer({"usage": {"prompt_tokens": None, "completion_tokens": 8, "prompt_tokens_details": {"cached_tokens": None}}}, rec)
+    assert (rec["prompt_tokens"], rec["completion_tokens"], rec["cached_tokens"]) == (100, 8, 0)
+
+
 # ---- whole runs ----
 
 
@@ -309,6 +316,47 @@ def test_nothing_reported_on_a_miss_is_marked_where_hits_are_reported(bench):
         assert r.get("cached_inferred", False) == (r["cell"]["state"] == "miss")
 
 
+class SilentOnce(ModelServer):
+    """Reports no cached tokens for its sixth call: after two warm-ups, the hit of the first pair."""
+
+    def model_call(self, handler, path, body):
+        self.faults["details"] = "none" if len(self.calls) == 5 else None
+        super().model_call(handler, path, body)
+
+
+def test_hit_without_a_count_is_sent_again_where_others_have_one(bench):
+    says = "the server reported no cached tokens for this call, but did for others"
+    with SilentOnce("vllm") as s:
+        code, records, err = bench(s)
+    assert code == 0, err
+    assert [(r["cell"]["state"], r["attempt"], r["cached_tokens"]) for r in records if r["reason"] == says] == [("hit", 1, None)]
+    assert set(cells(valid(records)).values()) == {1}
+    with SilentOnce("vllm") as s:
+        code, records, err = bench(s, "--retries", "0", out="b.jsonl")
+    assert code == 1 and says in err and len(valid(records)) == 13
+
+
+class Busy(ModelServer):
+    """Runs another request until its metrics were asked for `until` times; `asked_at`: how often they had been at each reset and call."""
+
+    until, asked, asked_at = 6, 0, ()
+
+    def answer(self, handler, body):
+        if handler.path == "/metrics":
+            self.asked += 1
+            self.running = int(self.asked < self.until)
+        elif handler.path in ("/reset_prefix_cache", "/v1/chat/completions"):
+            self.asked_at = (*self.asked_at, self.asked)
+        super().answer(handler, body)
+
+
+def test_nothing_is_reset_or_sent_while_the_server_runs_other_requests(bench):
+    with Busy("vllm") as s:
+        code, _, err = bench(s)
+    assert code == 0, err
+    assert min(s.asked_at) == s.until
+
+
 def test_openai_server_has_exact_lengths_without_a_tokenizer(bench):
     with ModelServer("openai") as s:
         code, records, err = bench(s)
@@ -318,7 +366,7 @@ def test_openai_server_has_exact_lengths_without_a_tokenizer(bench):
         code, _, err = bench(s, "--transport", "completions", out="b.jsonl")
         assert code == 2 and "no tokenizer" in err
         code, _, err = bench(s, "--append", "--append-cached", "64", out="c.jsonl")
-        assert code == 2 and "need a tokenizer" in err
+        assert code == 2 and "--append needs a tokenizer" in err
 
 
 def test_server_error_and_torn_stream_are_sent_again(bench):
@@ -413,20 +461,49 @@ def test_two_writers_are_refused(repo, tmp_path, bench):
     (["--contexts", "5000"], "exceeds the model's context of 4096"),
     (["--contexts", "3"], "template alone takes 4"),
     (["--contexts", "16"], "cache block of 16"),
-    (["--contexts", "0"], "1 up"),
     (["--contexts", "64,64"], "different whole numbers"),
-    (["--contexts", "many"], "invalid numbers value"),
-    (["--reps", "0"], "1 up"),
-    (["--quiet-s", "-1"], "0 or more"),
-    (["--quiet-s", "nan"], "0 or more"),
     (["--reference", "64"], "CONTEXT:OUTPUT"),
     (["--proxy-url", "localhost"], "expected an address"),
+    (["--proxy-url", "http://127.0.0.1:99999"], "expected an address"),
     (["--append", "--append-cached", "5000"], "no append cell fits"),
 ])
 def test_bad_input(bench, more, says):
     with ModelServer("vllm", block=1 if "3" in more else None) as s:
         code, records, err = bench(s, *(["--cache-block", "1"] if "3" in more else []), *more)
     assert code == 2 and says in err and not records, err
+
+
+NUMBERS = ("--contexts", "--outputs", "--append-cached", "--append-uncached", "--reps", "--retries", "--cache-block", "--prefill-rate", "--decode-rate",
+           "--timeout-s", "--quiet-s", "--cool-down-s", "--wait-s", "--seed")  # fmt: skip
+MAY_BE_ZERO = ("--retries", "--quiet-s", "--cool-down-s", "--wait-s", "--seed")
+
+
+@pytest.mark.parametrize("option", NUMBERS)
+def test_numbers_that_cannot_be_meant_are_one_line(option, capsys):
+    for text in ("-5", "nan", "inf", "1e300", "many", "", *(() if option in MAY_BE_ZERO else ("0",))):
+        if (option, text) == ("--seed", "-5"):
+            continue
+        with pytest.raises(SystemExit) as end:
+            mb.main(["--base-url", "http://127.0.0.1:1", "--server-kind", "vllm", "--out", "c.jsonl", "--dry-run", f"{option}={text}"])
+        said = capsys.readouterr().err.splitlines()[-1]
+        assert end.value.code == 2 and f"argument {option}: " in said and (text in said), said
+
+
+@pytest.mark.parametrize(("more", "says"), [
+    (["--server-kind", "openai", "--transport", "completions"], "--transport completions needs token ids"),
+    (["--server-kind", "openai", "--append"], "--append needs a tokenizer"),
+    (["--out", "."], "--out .: . is a folder, expected a file"),
+    (["--out", "pyproject.toml/calls.jsonl"], "pyproject.toml is a file, expected a file in a folder"),
+])
+def test_a_plan_that_cannot_be_carried_out_is_refused_by_its_dry_run(repo, capsys, monkeypatch, more, says):
+    monkeypatch.chdir(repo)
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit) as end:
+            mb.main(["--base-url", "http://127.0.0.1:1", "--server-kind", "vllm", "--out", "c.jsonl", "--dry-run", *more])
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert end.value.code == 2 and says in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_output_of_another_plan_is_never_mixed(bench, tmp_path):
@@ -440,6 +517,21 @@ def test_output_of_another_plan_is_never_mixed(bench, tmp_path):
         (tmp_path / "calls.jsonl.plan.json").write_text("{")
         code, _, err = bench(s)
         assert code == 2 and "is not a plan" in err
+
+
+@pytest.mark.parametrize(("more", "says"), [
+    (["--quiet-s", "0.01"], "another --quiet-s (quiet_s: 0.0 there, 0.01 now): give another --out"),
+    (["--no-reset"], "another --no-reset (cache_reset: true there, false now): give another --out"),
+])
+def test_calls_of_another_quiet_time_or_reset_are_never_mixed(bench, more, says):
+    with ModelServer("vllm", status=True) as s:
+        assert bench(s, "--quiet-s", "0.02", "--no-reset")[0] == 1  # nothing valid came of it
+        s.faults.clear()
+        assert bench(s)[0] == 0
+        for dry in ([], ["--dry-run"]):
+            code, _, err = bench(s, *more, *dry)
+            assert code == 2 and says in err
+        assert bench(s)[0] == 0
 
 
 def test_bad_line_in_the_output_is_named(bench, tmp_path):
@@ -482,24 +574,3 @@ def test_llamacpp_through_the_proxy(repo, tmp_path, free_port, llamacpp_server, 
     on_the_wire = read(log)
     assert [(w["prompt_tokens"], w["cached_tokens"], w["completion_tokens"]) for w in on_the_wire] == [
         (m["prompt_tokens"], m["cached_tokens"], m["completion_tokens"]) for m in records]
-
-
-@pytest.fixture(scope="module")
-def llamacpp_server(repo, tmp_path_factory):
-    """URL of a real llama.cpp server with the bundled model."""
-    pytest.importorskip("xllamacpp")
-    import socket
-
-    from servers.adapter import get
-
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    p = subprocess.Popen([sys.executable, str(repo / "servers" / "llamacpp.py"), "--port", str(port), "--ctx", "512", "--parallel", "2",
-                          "--cache-dir", str(tmp_path_factory.mktemp("models"))], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        get("llamacpp", f"http://127.0.0.1:{port}").wait_ready(60, alive=lambda: p.poll() is None)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        p.terminate()
-        p.wait(20)

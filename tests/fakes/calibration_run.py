@@ -14,7 +14,8 @@ import numpy as np
 
 T_BEGIN = 1_796_000_000.0
 MONO = 1000.0
-# A machine like an H200 with a 30B mixture of experts. Values per call, per token, per pair of tokens; "floor" above 512 uncached tokens.
+# A machine like an H200 with a 30B mixture of experts. Values per call, per token, per pair of tokens; the floor holds above 512 uncached
+# tokens, or above those that "floor_above" says.
 TERMS = ("call", "output", "uncached", "decode_attention", "prefill_attention", "cached", "prefill_floor")
 TRUTH = {
     "gpu": dict(zip(TERMS, (1.0, 0.5, 0.008, 1.5e-5, 7e-7, 2e-4, 0.0), strict=True)),
@@ -30,7 +31,7 @@ def cost(truth, prompt, cached, completion):
     """The truth itself, written out term by term (not through the code under test)."""
     u, n = prompt - cached, completion - 1
     prefill = truth["uncached"] * u + truth["prefill_attention"] * u * (cached + u / 2)
-    if u > 512:
+    if u > truth.get("floor_above", 512):
         prefill = max(prefill, truth["prefill_floor"])
     return (
         truth["call"] + truth["cached"] * cached + prefill,
@@ -47,17 +48,19 @@ class Run:
 
 def make_run(folder, contexts=(1024, 4096, 8192, 16384), outputs=(64, 192, 512), reps=3, states=("miss", "hit"), noise=0.01,
              domains=("gpu0",), sources=None, seed=1, truth=None, quiet_s=0.5, tokens=None, cached=None, first_token=True, idle_s=30.0,
-             idle_drift=0.0, idle_burst=0.0, append=(), block=16, pairs=None, duty=1.0):  # fmt: skip
+             idle_drift=0.0, idle_burst=0.0, idle_load=None, energy_noise=None, append=(), block=16, pairs=None, duty=1.0):  # fmt: skip
     """Write the files of a run into `folder`.
 
     noise       relative standard deviation of a call's energy and time
+    energy_noise  that of its energy, where it is another one
     tokens      function of (rng, context): measured prompt lengths that differ from the plan
     cached      function of (context, state) that replaces the cached tokens reported
     append      cells (cached, uncached, output) for append_calls.jsonl
     pairs       (context, output) instead of the full grid
     duty        share of each step in which the GPU's counter looks at the power
     idle_drift  relative change of the loaded idle file's power over its length
-    idle_burst  extra power (W) in a fifth of the loaded idle file"""
+    idle_burst  extra power (W) in a fifth of the loaded idle file
+    idle_load   function of seconds (array) that gives the extra power (W) in the loaded idle file"""
     rng = np.random.default_rng(seed)
     truth = truth or TRUTH
     sources = sources or {}
@@ -85,7 +88,7 @@ def make_run(folder, contexts=(1024, 4096, 8192, 16384), outputs=(64, 192, 512),
         parts = {}
         for d in domains:
             a, b = cost(truth[d[:-1]], prompt, hit, output)
-            wobble = max(0.2, 1 + noise * rng.standard_normal()) / domains_share(d, domains)
+            wobble = max(0.2, 1 + (noise if energy_noise is None else energy_noise) * rng.standard_normal()) / domains_share(d, domains)
             parts[d] = (a * wobble / first, b * wobble / rest if rest else 0.0)
         start = t
         knots += [start, start + first, start + first + rest]
@@ -103,13 +106,15 @@ def make_run(folder, contexts=(1024, 4096, 8192, 16384), outputs=(64, 192, 512),
     powers.append({d: 0.0 for d in domains})
     write_samples(folder / "samples.csv", rng, domains, sources, np.array(knots), powers, duty)
     for name, watts in (("idle_loaded", 1.0), ("idle_bare", 0.65)):
-        level = np.linspace(-idle_drift / 2, idle_drift / 2, 60)
-        ripple = 0.003 * rng.standard_normal(60) + (level if name == "idle_loaded" else 0.0)
-        extra = np.zeros(60)
+        n = max(60, round(2 * idle_s))  # pieces of constant power, of half a second or less
+        level = np.linspace(-idle_drift / 2, idle_drift / 2, n)
+        ripple = 0.003 * rng.standard_normal(n) + (level if name == "idle_loaded" else 0.0)
+        extra = np.zeros(n)
         if name == "idle_loaded":
-            extra[20:32] = idle_burst
+            extra[n // 3 : n // 3 + n // 5] = idle_burst
+            extra += idle_load((np.arange(n) + 0.5) * idle_s / n) if idle_load else 0.0
         steps = [{d: (watts * (1 + r) - 1) * base_w(d, domains) + x for d in domains} for r, x in zip(ripple, extra, strict=True)]
-        write_samples(folder / f"{name}.csv", rng, domains, sources, np.linspace(0, idle_s, 61), steps)
+        write_samples(folder / f"{name}.csv", rng, domains, sources, np.linspace(0, idle_s, n + 1), steps)
     for kind, name in (("grid", "calls.jsonl"), ("append", "append_calls.jsonl")):
         if calls[kind]:
             (folder / name).write_text("".join(json.dumps(r) + "\n" for r in calls[kind]))
