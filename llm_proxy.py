@@ -5,8 +5,10 @@
     python llm_proxy.py --upstream http://127.0.0.1:8000 --port 8001 --log calls.jsonl --server-kind llamacpp --replay run.json
 
 Every path passes; POSTs to .../chat/completions, /completions, /responses, /messages, /embeddings and /generate are model calls and
-make a record (fields: "calls.jsonl" in the README). `--upstream` is the server's root, without /v1. Own endpoints: /trajoule/health
-(200 when the server answers) and /trajoule/metrics (Prometheus). SIGTERM ends calls in flight, writes their records and exits with 0.
+make a record: which call (id, trial, seq, session, kind; retries share call_key and count attempt), when (t_* Unix, mono_* monotonic
+seconds), what was asked (model, params, messages), the tokens that the server reported, how it ended. `--upstream` is the server's root,
+without /v1. Own endpoints: /trajoule/health (200 when the server answers) and /trajoule/metrics (Prometheus). SIGTERM ends calls in
+flight, writes their records and exits with 0.
 
 A streamed call that did not ask for usage gets `stream_options.include_usage`; the extra chunk is withheld from the client. Headers are
 never logged, and a credential that came in a header is blanked wherever else it occurs.
@@ -18,9 +20,10 @@ reply with the server's real usage. So that the prefix cache behaves as in a liv
             server that decodes exact lengths). With --replay-words (vLLM) it may write whole words only, whose tokens come back as
             they were: the noise of random weights would not survive decoding and encoding; or
   force     the server is made to emit the recorded reply (vLLM started with --logits-processors servers.force_reply:ForceReply).
-A call that does not fit the recording is answered with 400 and says what was expected and what came. The record's `replay` has the
-entry, the tokens asked for, how many replies were put back or left, and the tokens that had to be computed again although a live run
-would have found them cached.
+A call that does not fit the recording is answered with 400 and says what was expected and what came; so is one whose history holds a reply
+that its session was not given. The record's `replay` has the entry, the tokens asked for, those that the server decoded too few (null
+where it reports no count), how many replies were put back or left, and the tokens that had to be computed again although a live run would
+have found them cached.
 
 `error` in a record is null or: upstream_status (the server answered 4xx or 5xx), upstream_error (an error inside a 200),
 upstream_unreachable, upstream_broken (the connection ended early), proxy_timeout, client_disconnect, proxy_shutdown, proxy_error,
@@ -36,7 +39,9 @@ import contextlib
 import fcntl
 import functools
 import gc
+import glob
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -49,6 +54,8 @@ import unicodedata
 import uuid
 import zlib
 from pathlib import Path
+
+from stages.arguments import is_root, parsed
 
 KINDS = ("agent", "summary", "questions", "answers", "short_summary", "other")
 KIND_BY_PROMPT = {  # beginnings of Terminus-2's prompts around a context summary
@@ -124,7 +131,7 @@ def usage_counts(usage):
     cached = count("cached_tokens", of=usage.get("prompt_tokens_details") or usage.get("input_tokens_details"))
     if "cache_read_input_tokens" in usage:
         cached = count("cache_read_input_tokens")
-        if prompt is not None:
+        if prompt is not None and count("prompt_tokens") is None:  # prompt_tokens has the cached ones in it
             prompt += (cached or 0) + (count("cache_creation_input_tokens") or 0)
     return {"prompt_tokens": prompt, "cached_tokens": cached, "completion_tokens": completion}
 
@@ -134,6 +141,7 @@ class Reply:
 
     def __init__(self, keep_text=False):
         self.usage = {"prompt_tokens": None, "cached_tokens": None, "completion_tokens": None}
+        self.told = {}  # fields of the usage objects so far, the latest of each
         self.finish_reason = None
         self.error = None
         self.ended = False  # the stream said that it is complete
@@ -141,8 +149,11 @@ class Reply:
         self.text = [] if keep_text else None
 
     def take_usage(self, usage):
-        """Counts that are told replace what was known; a usage that says null again does not wipe an earlier number."""
-        self.usage.update({k: v for k, v in usage_counts(usage).items() if v is not None})
+        """Counts that are told replace what was known; a usage that says null again does not wipe an earlier number, and one that tells
+        only some counts (Anthropic's message_delta) stands beside what the earlier ones told."""
+        if isinstance(usage, dict):
+            self.told.update({k: v for k, v in usage.items() if v is not None})
+            self.usage.update({k: v for k, v in usage_counts(self.told).items() if v is not None})
 
     def take(self, obj):
         """One JSON object: a whole reply or the data of one event. Whatever a server sends, it never stops the bytes."""
@@ -254,9 +265,20 @@ def decoder(encoding):
             if encoding == "deflate" and not d.unconsumed_tail and b and not inflate.begun and b[0] & 0x0F != 8:
                 d = zlib.decompressobj(wbits=-15)  # raw deflate, against the standard but common
             inflate.begun = inflate.begun or bool(b)
-            return d.decompress(b)
+            out = b""
+            while b and not inflate.over:
+                if d.eof:  # gzip may have several members, one after the other
+                    d, inflate.first = zlib.decompressobj(wbits=31), False
+                try:
+                    out += d.decompress(b)
+                except zlib.error:
+                    if inflate.first:
+                        raise
+                    inflate.over = True  # padding behind the last one
+                b = d.unused_data
+            return out
 
-        inflate.begun = False
+        inflate.begun, inflate.first, inflate.over = False, True, False
         return inflate
     return None
 
@@ -327,6 +349,7 @@ class CallKeys:
     def __init__(self):
         self.open = {}  # fingerprint -> calls without a success: [{key, attempts, waiting}]
         self.count = {}  # fingerprint -> calls so far; a number each, so that a key is never used twice
+        self.start = f"{time.time_ns() // 1_000_000:x}"  # nor by the next proxy on the same log
 
     def begin(self, fingerprint, waiting):
         """`waiting()` says whether the client of this attempt still listens."""
@@ -334,7 +357,7 @@ class CallKeys:
         call = next((c for c in calls if c["waiting"] is None or not c["waiting"]()), None)
         if call is None:
             n = self.count[fingerprint] = self.count.get(fingerprint, 0) + 1
-            call = {"key": f"{fingerprint[:20]}-{n}", "attempts": 0, "fingerprint": fingerprint}
+            call = {"key": f"{fingerprint[:20]}-{self.start}-{n}", "attempts": 0, "fingerprint": fingerprint}
             calls.append(call)
         call["attempts"] += 1
         call["waiting"] = waiting
@@ -385,34 +408,63 @@ def load_recording(path):
 
 
 class Recorder:
-    """Writes a recording of each session while it runs: the first to `path`, further ones beside it, named after the session."""
+    """Writes a recording of each session while it runs: the first to `path`, further ones beside it, named after the session.
+
+    Sessions whose recordings are there already go on in them, so that a proxy that is started again loses nothing; no other file is
+    overwritten. Raises ReplayError when `path` has something that cannot go on.
+    """
 
     def __init__(self, path, name=None):
         self.path = Path(path)
         self.name = name or self.path.stem
-        self.sessions = {}
+        self.sessions = {}  # session -> (calls, path, fingerprint of the last call)
+        if has_bytes(self.path):
+            self._read(self.path)
+            for f in sorted(self.path.parent.glob(f"{glob.escape(self.path.stem)}.*")):
+                with contextlib.suppress(ReplayError):  # not ours
+                    self._read(f)
+        self.found = sum(len(calls) for calls, _, _ in self.sessions.values())
+
+    def _read(self, f):
+        rec = load_recording(f)
+        session = rec.get("session", 0)
+        if not isinstance(session, str | None):
+            raise ReplayError(f"{f}: session: found {json.dumps(rec.get('session'))[:80]}, expected that of a recording which --record wrote")
+        if f == self.path or f.name.startswith(self._stem(session)):
+            self.sessions.setdefault(session, (rec["calls"], f, rec.get("last_request")))
 
     def add(self, session, fingerprint, call, model, secrets):
-        calls, path = self.sessions.setdefault(session, ([], self._path(session)))
-        if calls and calls[-1][0] == fingerprint:  # the client asked again although it had been answered
-            calls.pop()
-        calls.append((fingerprint, call))
+        calls, path, last = self.sessions.get(session) or ([], self._path(session), None)
+        calls = [*(calls[:-1] if last == fingerprint else calls), call]  # the client may ask again although it had been answered
+        self.sessions[session] = calls, path, fingerprint
         obj = {
             "schema": 1, "name": self.name if path == self.path else path.stem, "task": None, "source": "recorded", "agent": "terminus-2",
             "model": model, "description": f"Recorded on the wire from a live run, session {session or 'without a name'}.",
-            "expected_outcome": None, "calls": [c for _, c in calls],
+            "expected_outcome": None, "session": session, "last_request": fingerprint, "calls": calls,
         }
         text = json.dumps(obj, ensure_ascii=False, indent=1, allow_nan=False) + "\n"
         for s in secrets:
             text = text.replace(json.dumps(s, ensure_ascii=False)[1:-1], "[redacted]")
         tmp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        tmp.write_text(text, encoding="utf-8", errors="replace")
-        os.replace(tmp, path)
+        try:
+            tmp.write_text(text, encoding="utf-8", errors="replace")
+            os.replace(tmp, path)
+        finally:
+            tmp.unlink(missing_ok=True)
 
     def _path(self, session):
-        if not self.sessions:
-            return self.path
-        return self.path.with_name(f"{self.path.stem}.{re.sub(r'[^A-Za-z0-9._-]', '_', session or 'none')[:100]}{self.path.suffix}")
+        """A file for a new session, of which there is nothing yet."""
+        name, taken = self._stem(session), {path for _, path, _ in self.sessions.values()}
+        names = itertools.chain([self.path.name, name + self.path.suffix], (f"{name}-{n}{self.path.suffix}" for n in itertools.count(2)))
+        return next(p for p in map(self.path.with_name, names) if p not in taken and not has_bytes(p))
+
+    def _stem(self, session):
+        return f"{self.path.stem}.{re.sub(r'[^A-Za-z0-9._-]', '_', session or 'none')[:100]}"
+
+
+def words_of(text):
+    """A text without what tokenizers and clients may change in it: forms of Unicode, and spaces."""
+    return " ".join(unicodedata.normalize("NFKC", text).split())
 
 
 class ReplaySession:
@@ -422,6 +474,8 @@ class ReplaySession:
         self.by_body = {}  # fingerprint of a body -> entry, so that a retry gets the same reply
         self.done = {}  # kind -> fingerprints that were answered
         self.own = {}
+        self.given = set()  # words of the replies that the client has
+        self.cut_off = False  # one of them ended at its limit: what the client makes of it is its own affair
 
 
 class Replay:
@@ -441,12 +495,12 @@ class Replay:
         self.sessions = {}
         self.ids = {}
 
-    def match(self, session, kind, n_messages, fingerprint):
+    def match(self, session, kind, messages, fingerprint):
         """The recording's entry for a call. Raises ReplayError, which leaves the session where it stands."""
         s = self.sessions.setdefault(session, ReplaySession())
         if fingerprint in s.by_body:
             return s, s.by_body[fingerprint]
-        entries, k = self.entries.get(kind, []), len(s.done.get(kind, ()))
+        entries, k, n_messages = self.entries.get(kind, []), len(s.done.get(kind, ())), len(messages)
         where = f"session '{session}'" if session else "a request without the header X-Session-ID"
         if not entries:
             held = ", ".join(f"{len(v)} {n}" for n, v in self.entries.items())
@@ -458,6 +512,13 @@ class Replay:
             raise ReplayError(f"{where}: call {k + 1} of kind '{kind}' has {n_messages} messages, the recording has {entry['messages']}")
         if kind == "agent" and k > 0 and n_messages == 1:
             raise ReplayError(f"{where}: the conversation began again with one message, the recording expects call {k + 1} of it")
+        for i, m in enumerate(messages):
+            text = message_text(m) if isinstance(m, dict) and m.get("role") == "assistant" else ""
+            if text and not s.cut_off and words_of(text) not in s.given:
+                raise ReplayError(
+                    f"{where}: call {k + 1} of kind '{kind}' has a reply in its history (message {i + 1}: {text[:60]!r}) that was not given to it, "
+                    "expected the replies of the recording from its first on: start the agent anew together with the proxy"
+                )
         s.by_body[fingerprint] = entry
         return s, entry
 
@@ -513,8 +574,8 @@ class Replay:
         """(body for the server, what the record says about it). Blocking: it may ask the server for tokens."""
         n = self.length(entry)
         body = {k: v for k, v in body.items() if k not in ENDS_EARLY}
-        note = {"mode": self.mode, "words": None, "entry": entry["index"], "asked_tokens": n, "own_text_restored": 0, "recorded_text_left": 0,
-                "expected_cached_tokens": None, "recomputed_tokens": None}
+        note = {"mode": self.mode, "words": None, "entry": entry["index"], "asked_tokens": n, "missing_tokens": None, "own_text_restored": 0,
+                "recorded_text_left": 0, "expected_cached_tokens": None, "recomputed_tokens": None}
         messages = body["messages"] = list(body["messages"])
         before = None
         for i, m in enumerate(messages):
@@ -525,7 +586,9 @@ class Replay:
                 note["recorded_text_left"] += self.mode == "putback"
                 continue
             before = own
-            if self.mode == "putback":
+            if self.mode == "putback" and not own["text"] and message_text(m):  # a turn without a text would not be that of a live run
+                note["recorded_text_left"] += 1
+            elif self.mode == "putback":
                 messages[i] = {**m, "content": own["text"]}
                 note["own_text_restored"] += 1
         if before and None not in (before["prompt_tokens"], before["completion_tokens"]):
@@ -548,11 +611,14 @@ class Replay:
         """Keep what the server wrote itself, for the requests that follow (blocking: the text is cut to its tokens)."""
         session.done.setdefault(kind, set()).add(fingerprint)
         text = own_text
-        if self.mode == "putback" and entry.get("finish_reason") != "length" and self.adapter.can_tokenize:
+        decoded = usage["completion_tokens"]
+        if self.mode == "putback" and entry.get("finish_reason") != "length" and self.adapter.can_tokenize and decoded is not None:
             # A live reply of n tokens has n - 1 in its text: the last one is the end mark, which the chat template writes again.
             with contextlib.suppress(RuntimeError, KeyError):  # the server is gone: the next call says so
-                text = self.cut(own_text, (usage["completion_tokens"] or 1) - 1)
+                text = self.cut(own_text, max(0, decoded - 1))
         session.own[(n_messages, entry["content"])] = {"text": text, **usage}
+        session.given.add(words_of(entry["content"]))
+        session.cut_off |= entry.get("finish_reason") == "length"
 
     def cut(self, text, keep):
         """The longest beginning of `text` that has at most `keep` tokens."""
@@ -569,8 +635,7 @@ class Replay:
 
     def check_forced(self, entry, own_text):
         """Raises ReplayError when the server did not emit the recorded reply (tokenizers may normalise Unicode and spaces)."""
-        same = lambda s: unicodedata.normalize("NFKC", s).split()  # noqa: E731
-        if same(own_text) != same(entry["content"]):
+        if words_of(own_text) != words_of(entry["content"]):
             raise ReplayError(
                 f"the server answered {own_text[:60]!r} instead of the recorded {entry['content'][:60]!r}: "
                 "start vLLM with --logits-processors servers.force_reply:ForceReply, or use --replay-mode putback"
@@ -594,7 +659,7 @@ class Attempt:
         self.session = request.headers.get("X-Session-ID")
         self.headers = request.headers
         self.transport = request.transport
-        self.raw, self.body, self.messages = b"", None, None
+        self.raw, self.plain, self.body, self.messages = b"", b"", None, None
         self.call, self.attempt, self.kind = None, None, "other"
         self.stream = False
         self.injected = False
@@ -766,7 +831,8 @@ class Proxy:
 
     def metrics(self):
         out = ["# HELP trajoule_attempts_total HTTP attempts of model calls.", "# TYPE trajoule_attempts_total counter"]
-        out += [f'trajoule_attempts_total{{kind="{k}",status="{s}"}} {n}' for (k, s), n in sorted(self.calls.items())]
+        calls = sorted((k, "none" if s is None else str(s), n) for (k, s), n in self.calls.items())
+        out += [f'trajoule_attempts_total{{kind="{k}",status="{s}"}} {n}' for k, s, n in calls]
         rows = [("tokens_total", "Tokens that servers reported, by kind; cached ones are part of prompt.", "counter", "kind", self.tokens),
                 ("bytes_total", "Bytes of the bodies of model calls.", "counter", "direction", self.bytes)]
         for name, text, typ, label, values in rows:
@@ -877,7 +943,7 @@ class Proxy:
         self.tasks.add(task)
         try:
             await self.read_body(request, a)
-            if not self.replay and not STREAMED.search(a.raw):
+            if not self.replay and "Content-Encoding" not in request.headers and not STREAMED.search(a.raw):
                 return await self.relayed(request, a, early=True)
             await self.understand(request, a)
             if self.replay and a.messages is not None:
@@ -922,6 +988,7 @@ class Proxy:
                 plain = decoder(encoding)(a.raw)
             except (TypeError, zlib.error):
                 plain = b""
+        a.plain = plain
         try:
             a.body = json.loads(plain)
         except (ValueError, RecursionError):
@@ -952,11 +1019,12 @@ class Proxy:
         # Servers choose among what the client offers; an encoding that cannot be read here would hide the usage.
         if "Accept-Encoding" in headers:
             headers["Accept-Encoding"] = readable_encodings(",".join(headers.popall("Accept-Encoding")))
-        # Only where a key can be put in: not compressed, and UTF-8 (JSON may also be UTF-16, which has zero bytes).
-        may_ask = a.path.endswith("/completions") and "Content-Encoding" not in headers and b"\0" not in a.raw[:4]
+        # Only where a key can be put in: UTF-8 (JSON may also be UTF-16, which has zero bytes). A compressed request goes on as plain text.
+        may_ask = a.path.endswith("/completions") and b"\0" not in a.plain[:4]
         if a.stream and may_ask and not wants_usage(a.body):
-            data = inject_usage(a.raw, a.body)
+            data = inject_usage(a.plain, a.body)
             a.injected = True
+            headers.popall("Content-Encoding", None)
             headers["Accept-Encoding"] = "identity"  # a chunk must be cut out of the reply
         a.t_sent = time.time()
         if early:
@@ -1051,7 +1119,7 @@ class Proxy:
                 raise ReplayError("a request without the header X-Session-ID came: give Terminus-2 session_id_headers=[\"X-Session-ID\"]")
             if pending := self.finishing.get(name):
                 await asyncio.wait([pending])
-            session, entry = self.replay.match(name, a.kind, len(a.messages), a.fingerprint)
+            session, entry = self.replay.match(name, a.kind, a.messages, a.fingerprint)
             body, a.replay = await asyncio.to_thread(self.replay.forward, session, entry, a.body)
         except ReplayError as e:
             return self.mismatch(a, "replay_mismatch", e, 400)
@@ -1079,6 +1147,8 @@ class Proxy:
             up.release() if up.content.at_eof() else up.close()
         if a.complete:
             own, usage = "".join(a.reply.text), dict(a.reply.usage)
+            if usage["completion_tokens"] is not None:
+                a.replay["missing_tokens"] = max(0, a.replay["asked_tokens"] - usage["completion_tokens"])
             if None not in (a.replay["expected_cached_tokens"], usage["cached_tokens"]):
                 a.replay["recomputed_tokens"] = max(0, a.replay["expected_cached_tokens"] - usage["cached_tokens"])
             done = asyncio.to_thread(self.replay.finish, session, entry, a.kind, a.fingerprint, len(a.messages), own, usage)
@@ -1286,40 +1356,69 @@ def bind(host, port):
     return sock
 
 
+def has_bytes(path):
+    return os.path.isfile(path) and os.path.getsize(path) > 0
+
+
 def die(text):
     print(f"llm_proxy: {text}", file=sys.stderr)
     sys.exit(2)
 
 
+def tcp_port(text):
+    """A TCP port, for argparse."""
+    if not (text.isascii() and text.isdigit() and int(text) < 65536):
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected a port from 0 to 65535")
+    return int(text)
+
+
+def seconds(text):
+    """A time-out, for argparse."""
+    return parsed(float, text, lambda s: 0 <= s < 1e9, "seconds, 0 (never) or more")
+
+
 def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--upstream", required=True, help="root of the LLM server, without /v1")
-    p.add_argument("--port", type=int, required=True, help="port to listen on; 0 takes a free one and prints it")
+    p.add_argument("--port", type=tcp_port, required=True, help="port to listen on; 0 takes a free one and prints it")
     p.add_argument("--host", default="127.0.0.1")
     p.add_argument("--log", required=True, help="calls.jsonl; appended to")
     p.add_argument("--trial", help="name of the trial, copied into every record")
     p.add_argument("--bodies", help="JSON lines with the requests and the text of the replies (large; prompts hold what the agent saw)")
-    p.add_argument("--server-kind", choices=["vllm", "llamacpp", "openai"], default="openai", help="needed for --replay")
+    p.add_argument("--server-kind", choices=["vllm", "llamacpp", "openai"],
+                   help="needed for --replay, which counts tokens and asks for exact lengths: each kind of server does so in its own way")
     p.add_argument("--replay", help="recording whose replies the agent gets")
     p.add_argument("--replay-mode", choices=["putback", "force"], default="putback",
                    help="force needs vLLM with servers.force_reply and slows its decode down (bench/gpu_pairs.py measures by how much)")
     p.add_argument("--replay-words", action="store_true",
                    help="with putback: let the server write only whole words, which survive being put back (vLLM; for random weights)")
-    p.add_argument("--record", help="write a recording of the run to this file")
-    p.add_argument("--read-timeout", type=float, default=0,
+    p.add_argument("--record", help="write a recording of the run to this file; one that is there goes on, with the --log of the same run")
+    p.add_argument("--read-timeout", type=seconds, default=0, metavar="S",
                    help="seconds without a byte from the server after which a call is given up; 0: never")
     a = p.parse_args(argv)
-    if not re.match(r"https?://[^/]+", a.upstream):
+    if not is_root(a.upstream):
         die(f"--upstream: found '{a.upstream}', expected a URL such as http://127.0.0.1:8000")
     if a.replay and a.record:
         die("--record writes what a live run answered, --replay answers from a recording: give one of them")
+    if a.replay and not a.server_kind:
+        die("--replay needs --server-kind vllm, llamacpp or openai (any other server: lengths are asked for, but not exact)")
+    if not a.replay and (a.replay_words or a.replay_mode != "putback"):
+        die("--replay-mode and --replay-words say how a recording is replayed: give it with --replay")
     if a.replay_mode == "force" and a.server_kind != "vllm":
         die(f"--replay-mode force needs --server-kind vllm, found '{a.server_kind}'; use putback")
     if a.replay_words and (a.replay_mode != "putback" or a.server_kind != "vllm"):
         die(f"--replay-words needs --replay-mode putback and --server-kind vllm, found {a.replay_mode} and {a.server_kind}")
+    try:
+        import aiohttp  # noqa: F401
+    except ImportError as e:
+        die(f"{e.name} is missing in {sys.executable}: run `bash 01_setup.sh`, then .venv/bin/python llm_proxy.py")
+    if a.record and has_bytes(a.record) and not has_bytes(a.log):
+        die(f"--record {a.record}: holds another run, since {a.log} has no calls yet: give another file, or the --log of the run that is to go on")
     for flag, path in (("--log", a.log), ("--bodies", a.bodies), ("--record", a.record)):
         if path and not Path(path).parent.is_dir():
             die(f"{flag} {path}: the folder {Path(path).parent} does not exist; create it first")
+        if path and Path(path).is_dir():
+            die(f"{flag} {path}: is a folder, expected a file")
     replay = None
     if a.replay:
         from servers import adapter
@@ -1329,6 +1428,10 @@ def main(argv=None):
             replay = Replay(load_recording(a.replay), adapter.get(a.server_kind, a.upstream), mode, a.replay_words)
         except ReplayError as e:
             die(str(e))
+    try:
+        recorder = Recorder(a.record, a.trial) if a.record else None
+    except ReplayError as e:
+        die(f"--record cannot go on from what is there: {e}; give another file")
     try:
         sock = bind(a.host, a.port)
     except (OSError, OverflowError) as e:
@@ -1341,12 +1444,16 @@ def main(argv=None):
         die(f"{a.log}: another proxy writes this file: stop it, or choose another --log")
     except OSError as e:
         die(f"{e.filename}: {e.strerror}")
-    proxy = Proxy(a.upstream, log, a.trial, bodies, replay, Recorder(a.record, a.trial) if a.record else None, a.read_timeout)
+    proxy = Proxy(a.upstream, log, a.trial, bodies, replay, recorder, a.read_timeout)
     host, port = sock.getsockname()[:2]
     shown = re.sub(r"//[^/@]*@", "//", a.upstream)
-    what = f", replaying {a.replay} ({replay.mode})" if replay else f", recording to {a.record}" if a.record else ""
+    what = f", replaying {a.replay} ({replay.mode})" if replay else f", recording to {a.record}" if recorder else ""
+    what += f" (goes on from {recorder.found} calls)" if recorder and recorder.found else ""
     ready = lambda: print(f"llm_proxy: http://{host}:{port} -> {shown}, records to {a.log}{what}", flush=True)  # noqa: E731
     asyncio.run(serve(proxy, sock, ready))
+    if proxy.counts["log_errors"]:
+        print(f"llm_proxy: {proxy.counts['log_errors']} record(s) could not be written to {a.log}: it is not complete", file=sys.stderr)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

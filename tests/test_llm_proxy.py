@@ -27,8 +27,8 @@ CHAT = "/v1/chat/completions"
 class Running:
     """A proxy that runs in a thread: its port, its log, and small clients."""
 
-    def __init__(self, proxy, path, port):
-        self.proxy, self.path, self.port = proxy, path, port
+    def __init__(self, proxy, path, port, loop=None):
+        self.proxy, self.path, self.port, self.loop = proxy, path, port, loop
 
     def records(self, n=None, timeout_s=30):
         """Records so far, in order of writing; waits until there are n. A line that is just being written is none yet."""
@@ -90,7 +90,7 @@ def proxied(tmp_path):
                 log.close()
 
             stack.callback(end)
-            return Running(box["proxy"], path, sock.getsockname()[1])
+            return Running(box["proxy"], path, sock.getsockname()[1], loop)
 
         yield start
 
@@ -147,6 +147,11 @@ def test_usage_of_other_apis():
     assert usage_counts(anthropic) == {"prompt_tokens": 127, "cached_tokens": 100, "completion_tokens": 1}
 
 
+def test_prompt_tokens_have_the_cached_ones_in_them_whatever_else_is_told():
+    both = {"prompt_tokens": 120, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 100}, "cache_read_input_tokens": 100}
+    assert usage_counts(both) == {"prompt_tokens": 120, "cached_tokens": 100, "completion_tokens": 1}
+
+
 def test_events_do_not_depend_on_where_chunks_end():
     stream = "data: {\"a\": \"héé\"}\n\n: comment\r\n\r\nevent: x\r\ndata: 1\r\ndata: 2\r\n\r\ndata: tail".encode()
     want = [b'{"a": "h\xc3\xa9\xc3\xa9"}', None, b"1\n2", b"tail"]
@@ -182,6 +187,19 @@ def test_later_null_usage_does_not_wipe_a_number():
     assert r.usage == {"prompt_tokens": 10, "cached_tokens": 0, "completion_tokens": 5}
 
 
+@pytest.mark.parametrize("later, prompt, cached", [
+    ({"output_tokens": 5}, 24, 16),
+    ({"input_tokens": 3, "output_tokens": 5}, 19, 16),  # input_tokens leave the cached ones out, here as there
+    ({"input_tokens": 8, "cache_read_input_tokens": None, "output_tokens": 5}, 24, 16),
+    ({"input_tokens": 4, "cache_read_input_tokens": 32, "cache_creation_input_tokens": 2, "output_tokens": 5}, 38, 32),
+])
+def test_prompt_of_an_anthropic_stream_stays_the_sum_of_its_parts(later, prompt, cached):
+    r = Reply()
+    r.take({"type": "message_start", "message": {"usage": {"input_tokens": 8, "cache_read_input_tokens": 16, "output_tokens": 1}}})
+    r.take({"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": later})
+    assert r.usage == {"prompt_tokens": prompt, "cached_tokens": cached, "completion_tokens": 5}
+
+
 @pytest.mark.parametrize("obj", [
     [], 1, None, {"usage": []}, {"usage": {"prompt_tokens": "9", "prompt_tokens_details": "x"}}, {"choices": [None, 1]},
     {"choices": {"a": 1}}, {"choices": [{"message": "text", "finish_reason": 1}]},
@@ -211,6 +229,12 @@ def test_call_keys_join_retries_and_part_parallel_calls():
     assert e["key"] not in (a["key"], b["key"]) and n == 1
     keys.end(e, True, waits)
     assert keys.open == {}
+
+
+def test_keys_of_the_next_proxy_are_others():
+    first = CallKeys().begin("f", lambda: True)[0]["key"]
+    time.sleep(0.002)
+    assert CallKeys().begin("f", lambda: True)[0]["key"] != first
 
 
 # --- the log file
@@ -340,6 +364,35 @@ def test_gzip_stream_keeps_its_bytes(proxied):
         assert (r["completion_tokens"], r["cached_tokens"], r["complete"], r["chunks"]) == (2, 0, True, 6)
 
 
+@pytest.mark.parametrize("tail", [b"", bytes(512)])
+@pytest.mark.parametrize("size", [1, 7, 10_000])
+def test_gzip_of_several_members_is_read_to_its_end(tail, size):
+    whole = gzip.compress(b"first ") + gzip.compress(b"") + gzip.compress(b"second") + tail
+    plain = llm_proxy.decoder("gzip")
+    assert b"".join(plain(whole[i:i + size]) for i in range(0, len(whole), size)) == b"first second"
+
+
+def test_gzip_stream_of_several_members_is_complete(proxied):
+    parts = [gzip.compress(sse(delta("a"), end=b"")), gzip.compress(sse(delta(None, "stop", usage=USAGE)))]
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def answer():
+        c, _ = listener.accept()
+        c.recv(65536)
+        c.sendall(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Encoding: gzip\r\nConnection: close\r\n\r\n" + b"".join(parts))
+        c.close()
+
+    thread = threading.Thread(target=answer, daemon=True)
+    thread.start()
+    p = proxied(f"http://127.0.0.1:{listener.getsockname()[1]}")
+    body = {"model": "m", "messages": USER, "stream": True, "stream_options": {"include_usage": True}}
+    assert p.post(body, {"Accept-Encoding": "gzip"})[2] == b"".join(parts)
+    r = p.records(1)[0]
+    assert (r["error"], r["complete"], r["chunks"], r["prompt_tokens"]) == (None, True, 2, 10)
+    thread.join(10)
+    listener.close()
+
+
 def test_prompt_of_100_mb(proxied):
     with running([{"raw": "x"}]) as s:
         p = proxied(s.url)
@@ -436,6 +489,17 @@ def test_usage_is_asked_for_and_withheld(proxied):
         # apart from the new key the request has the client's bytes
         client = json.dumps({"model": "m", "stream": True, "messages": USER}).encode()
         assert s.log[0]["raw"] == b'{"stream_options":{"include_usage":true},' + client[1:]
+
+
+def test_usage_is_asked_for_in_a_compressed_request_too(proxied):
+    with running([{"raw": "hello world"}]) as s:
+        p = proxied(s.url)
+        client = json.dumps({"model": "m", "stream": True, "messages": USER}).encode()
+        _, _, data = p.post(None, {"Content-Encoding": "gzip", "X-Session-ID": "s"}, raw=gzip.compress(client))
+        assert b"usage" not in data and data.endswith(b"data: [DONE]\n\n")
+        assert s.log[0]["raw"] == b'{"stream_options":{"include_usage":true},' + client[1:] and "Content-Encoding" not in s.log[0]["headers"]
+        r = p.records(1)[0]
+        assert (r["prompt_tokens"], r["completion_tokens"], r["stream"], r["kind"]) == (1, 2, True, "agent")
 
 
 @pytest.mark.parametrize("size", [1, 5, 64, 4096])
@@ -637,6 +701,34 @@ def test_there_is_no_total_timeout(proxied):
         assert t.total is None and t.sock_read is None and t.sock_connect == 30
 
 
+@pytest.mark.parametrize(("read_timeout_s", "how", "error"), [(None, {"delay": 0.05}, None), (300, {"hang_after": 1}, "proxy_timeout")])
+def test_a_stream_of_more_than_300_s_passes(proxied, read_timeout_s, how, error):
+    """The proxy's clock jumps by 400 s in the middle of a stream: every timer that runs by then is due. Where the server says nothing more, a
+    limit on the time without a byte is such a timer: it shows that the jump works."""
+    parts = [sse(delta(str(k)), end=b"").decode() for k in range(8)] + [sse(delta(finish="stop")).decode()]
+    with running([{"raw": "", "_stream": {"pieces": parts, **how}}]) as s:
+        p = proxied(s.url, read_timeout_s=read_timeout_s)
+        loop = p.loop
+        client = p.open({"model": "m", "messages": USER, "stream": True})
+        data, clock, jumped = b"", loop.time, []
+        while b'"0"' not in data:
+            data += client.recv(1 << 16)
+        client.settimeout(0.5)
+        loop.time = lambda: clock() + 400 * len(jumped)
+        with contextlib.suppress(ConnectionError):
+            while not data.endswith(b"\r\n0\r\n\r\n"):
+                jumped.append(clock())
+                loop.call_soon_threadsafe(lambda: None)  # wakes it, or it would sleep on by the old clock
+                with contextlib.suppress(TimeoutError):
+                    if not (piece := client.recv(1 << 16)):
+                        break
+                    data += piece
+        client.close()
+        r = p.records(1)[0]
+        assert (r["error"], r["complete"]) == (error, error is None)
+        assert (b"[DONE]" in data) == (error is None)
+
+
 def test_256_streams_at_once_lose_nothing(proxied):
     with running([{"raw": "word " * 40, "_stream": {"delay": 0.001}}]) as s:
         p = proxied(s.url)
@@ -694,6 +786,22 @@ def test_metrics_count_what_happened(proxied):
         assert 'trajoule_tokens_total{kind="completion"} 2' in text and "trajoule_in_flight 0" in text
 
 
+def test_metrics_stand_beside_a_call_that_has_no_status(proxied):
+    with running([{"raw": "", "_hang": True}, {"raw": "x"}]) as s:
+        p = proxied(s.url)
+        raw = p.open({"model": "m", "messages": USER}, "X-Session-ID: s\r\n")
+        wait_for(lambda: s.log)
+        raw.close()
+        p.records(1)
+        assert p.chat(USER)[0] == 200
+        p.records(2)
+        c = http.client.HTTPConnection("127.0.0.1", p.port)
+        c.request("GET", "/trajoule/metrics")
+        r = c.getresponse()
+        text = r.read().decode()
+        assert r.status == 200 and 'kind="agent",status="none"} 1' in text and 'kind="agent",status="200"} 1' in text
+
+
 # --- recordings and replay
 
 
@@ -707,6 +815,12 @@ class Letters:
 
     def exact_output(self, n):
         return {"max_tokens": n, "ignore_eos": True}
+
+
+def as_json(obj):
+    from aiohttp import web
+
+    return web.json_response(obj)
 
 
 def recording(*calls, **more):
@@ -735,6 +849,75 @@ def test_replay_answers_from_the_recording_and_puts_the_servers_text_back(proxie
         assert [x["replayed"] for x in r] == [True, True] and [x["completion_tokens"] for x in r] == [6, 7]
         assert r[1]["replay"]["own_text_restored"] == 1 and r[1]["replay"]["recomputed_tokens"] == 0
         assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == r[1]["cached_tokens"]
+
+
+def test_without_a_count_the_servers_text_is_put_back_whole(proxied):
+    with running([{"raw": "own", "_usage": None}]) as s:
+        p = replaying(proxied, s.url, "first recorded reply", "two")
+        p.chat(USER)
+        p.chat([*USER, {"role": "assistant", "content": "first recorded reply"}, *USER])
+        assert s.log[1]["body"]["messages"][1]["content"] == "own" + " " * 21  # six tokens of four characters
+        r = p.records(2)
+        assert (r[0]["replay"]["missing_tokens"], r[1]["replay"]["own_text_restored"], r[1]["replay"]["recorded_text_left"]) == (None, 1, 0)
+
+
+def test_an_empty_text_of_the_server_is_not_put_back_and_the_record_says_so(proxied):
+    usage = {"prompt_tokens": 1, "completion_tokens": 6}
+    empty = {"choices": [{"index": 0, "message": {"role": "assistant", "content": None, "reasoning_content": "hm"}}], "usage": usage}
+    with running([{"raw": "", "_usage": usage}]) as s:
+        s.reply = lambda *_: asyncio.sleep(0, as_json(empty))
+        p = replaying(proxied, s.url, "first recorded reply", "two")
+        p.chat(USER)
+        p.chat([*USER, {"role": "assistant", "content": "first recorded reply"}, *USER])
+        assert s.log[1]["body"]["messages"][1]["content"] == "first recorded reply"
+        r = p.records(2)[1]["replay"]
+        assert (r["own_text_restored"], r["recorded_text_left"]) == (0, 1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("decoded, missing", [(6, 0), (4, 2), (None, None)])
+def test_tokens_that_were_asked_for_and_not_decoded_are_in_the_record(proxied, stream, decoded, missing):
+    usage = decoded and {"prompt_tokens": 1, "completion_tokens": decoded}
+    with running([{"raw": "own text", "_usage": usage}]) as s:
+        p = replaying(proxied, s.url, "first recorded reply")
+        p.post({"model": "m", "messages": USER, "stream": stream}, {"X-Session-ID": "s"})
+        r = p.records(1)[0]
+        assert (r["replay"]["asked_tokens"], r["replay"]["missing_tokens"], r["complete"]) == (6, missing, True)
+
+
+@pytest.mark.parametrize("mode", ["putback", "force"])
+@pytest.mark.parametrize("answered, history, says", [
+    ([], ["one"], "call 1 of kind 'agent' has a reply in its history (message 2: 'one') that was not given to it"),
+    ([USER], ["never recorded"], "(message 2: 'never recorded')"),
+    ([USER], ["two"], "(message 2: 'two')"),
+    ([USER], ["one", "never recorded"], "(message 4: 'never recorded')"),
+])
+def test_a_history_that_the_session_was_not_given_does_not_fit(proxied, mode, answered, history, says):
+    with running(lambda body, i: {"raw": "one"}) as s:
+        p = replaying(proxied, s.url, "one", "two", "three", mode=mode)
+        for messages in answered:
+            assert p.chat(messages)[0] == 200
+        messages = [*USER, *(m for text in history for m in ({"role": "assistant", "content": text}, *USER))]
+        status, reply = p.chat(messages)
+        assert status == 400 and says in reply["error"]["message"]
+        assert p.records(len(answered) + 1)[-1]["error"] == "replay_mismatch" and len(s.log) == len(answered)
+
+
+def test_spaces_and_turns_without_text_do_not_make_a_history_another(proxied):
+    with running([{"raw": "own"}]) as s:
+        p = replaying(proxied, s.url, "one  reply\n", "two")
+        p.chat(USER)
+        call = {"role": "assistant", "content": None, "tool_calls": []}
+        assert p.chat([*USER, {"role": "assistant", "content": "one reply"}, call, *USER])[0] == 200
+        assert p.records(2)[1]["replay"]["recorded_text_left"] == 2
+
+
+def test_what_an_agent_makes_of_a_reply_that_was_cut_off_is_its_own_affair(proxied):
+    with running([{"raw": "own"}]) as s:
+        p = replaying(proxied, s.url, {"kind": "agent", "content": "x" * 40, "finish_reason": "length", "completion_tokens": 10}, "two")
+        p.chat(USER)
+        assert p.chat([*USER, {"role": "assistant", "content": "[TRUNCATED RESPONSE NOT AVAILABLE]"}, *USER])[0] == 200
+        assert p.records(2)[1]["replay"]["recorded_text_left"] == 1
 
 
 def test_replay_cache_equals_that_of_a_live_run(proxied):
@@ -914,6 +1097,33 @@ def test_recording_of_a_live_run_can_be_replayed(proxied, tmp_path):
         assert p.chat([*USER, {"role": "assistant", "content": "first"}, *USER])[1]["choices"][0]["message"]["content"] == "second ü"
 
 
+def test_a_recording_goes_on_after_a_restart(proxied, tmp_path):
+    out, turns = tmp_path / "rec.json", [[*USER, {"role": "assistant", "content": "0"}, *USER], USER]
+    texts = lambda f: [c["content"] for c in json.loads((tmp_path / f).read_text())["calls"]]  # noqa: E731
+    with running(lambda body, i: {"raw": str(i)}) as s:
+        for _ in range(2):
+            p = proxied(s.url, recorder=Recorder(out))
+            for session in ("a", "b/"):
+                p.chat(turns.pop() if session == "a" else USER, session=session)
+            p.records(2)
+        assert texts("rec.json") == ["0", "1"] and texts("rec.b_.json") == ["1"]  # b asked the same again: the later answer counts
+        p = proxied(s.url, recorder=Recorder(out))
+        p.chat(USER, session="b_")
+        p.chat(USER, session="c")
+        p.records(2)
+    assert Recorder(out).found == 5
+    assert (texts("rec.json"), texts("rec.b_.json"), texts("rec.b_-2.json"), texts("rec.c.json")) == (["0", "1"], ["1"], ["0"], ["0"])
+
+
+def test_a_recording_that_did_not_come_from_record_is_not_gone_on_with(tmp_path):
+    out = tmp_path / "rec.json"
+    for content, says in [(json.dumps(recording("x")), "session: found null"), ("{", "not a JSON file")]:
+        out.write_text(content)
+        with pytest.raises(ReplayError, match=says):
+            Recorder(out)
+        assert out.read_text() == content
+
+
 @pytest.mark.parametrize("change, says", [
     ({"schema": 2}, "schema: found 2, expected 1"), ({"calls": []}, "calls: found []"), ({"source": "x"}, "source"),
     ({"calls": [{"kind": "agnet", "content": ""}]}, "calls[0].kind: found \"agnet\", expected one of agent, "),
@@ -1075,6 +1285,19 @@ def test_kill_leaves_a_valid_log_and_the_next_proxy_goes_on(program, tmp_path):
         assert last["seq"] == len(lines) - 1
 
 
+def test_a_restart_on_the_same_log_keeps_the_recording_and_uses_no_key_twice(program, tmp_path):
+    log, rec = tmp_path / "calls.jsonl", tmp_path / "rec.json"
+    with running(lambda body, i: {"raw": str(i)}) as s:
+        for _ in range(2):
+            p, port = program("--upstream", s.url, "--log", log, "--record", rec)
+            there = Running(None, log, port)
+            assert there.chat(USER)[0] == there.chat([*USER, *USER])[0] == 200
+            p.send_signal(signal.SIGTERM)
+            assert p.wait(30) == 0
+        assert [c["content"] for c in json.loads(rec.read_text())["calls"]] == ["0", "1", "2", "3"]
+        assert len({r["call_key"] for r in map(json.loads, log.read_text().splitlines())}) == 4
+
+
 def test_sigterm_ends_calls_in_flight_and_records_them(program, tmp_path):
     log = tmp_path / "calls.jsonl"
     with running([{"_hang": True}]) as s:
@@ -1090,73 +1313,90 @@ def test_sigterm_ends_calls_in_flight_and_records_them(program, tmp_path):
 
 def test_bad_arguments_are_one_line_and_exit_code_2(program, tmp_path):
     log = tmp_path / "c.jsonl"
-    (tmp_path / "bad.json").write_text("{")
     _, taken = program("--upstream", "http://127.0.0.1:9", "--log", log)
     for args, says in [
         (["--port", taken, "--log", tmp_path / "d.jsonl"], f"port {taken} on 127.0.0.1 cannot be used"),
         (["--log", log], "another proxy writes this file"),
         (["--log", tmp_path / "no/c.jsonl"], "does not exist"),
-        (["--log", tmp_path / "d.jsonl", "--replay", tmp_path / "bad.json"], "not a JSON file"),
-        (["--log", tmp_path / "d.jsonl", "--replay", "/nowhere.json"], "/nowhere.json: No such file"),
-        (["--log", tmp_path / "d.jsonl", "--upstream", "localhost:1"], "expected a URL"),
-        (["--log", tmp_path / "d.jsonl", "--replay-words", "--server-kind", "llamacpp"], "--replay-words needs --replay-mode putback and"),
     ]:
         p, _ = program("--upstream", "http://127.0.0.1:9", *args, wait=False)
         err = p.communicate(timeout=20)[1]
         assert p.returncode == 2 and says in err and err.count("\n") == 1, err
 
 
+@pytest.mark.parametrize(("args", "says"), [
+    (["--replay", "bad.json", "--server-kind", "vllm"], "not a JSON file"),
+    (["--replay", "/nowhere.json", "--server-kind", "vllm"], "/nowhere.json: No such file"),
+    (["--replay", "bad.json"], "--replay needs --server-kind vllm, llamacpp or openai"),
+    *[(["--upstream", x], "expected a URL") for x in ("localhost:1", "http://", "http://127.0.0.1:99999", "http://127.0.0.1:1:2", "ftp://x")],
+    *[([option, "."], f"{option} .: is a folder, expected a file") for option in ("--log", "--bodies", "--record")],
+    (["--replay", "bad.json", "--replay-words", "--server-kind", "llamacpp"], "--replay-words needs --replay-mode putback and"),
+    (["--replay-words"], "give it with --replay"),
+    (["--replay-mode", "force", "--server-kind", "vllm"], "give it with --replay"),
+    (["--record", "bad.json"], "--record bad.json: holds another run, since d.jsonl has no calls yet: give another file"),
+    *[([f"--read-timeout={x}"], f"argument --read-timeout: found {x!r}, expected seconds") for x in ("-1", "nan", "inf", "1e300", "long", "")],
+    *[([f"--port={x}"], f"argument --port: found {x!r}, expected a port") for x in ("-1", "nan", "65536", "1e3", "http", "")],
+])
+def test_arguments_that_cannot_be_meant_are_one_line(tmp_path, monkeypatch, capsys, args, says):
+    (tmp_path / "bad.json").write_text("{")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as end:
+        llm_proxy.main(["--upstream", "http://127.0.0.1:9", "--port", "0", "--log", "d.jsonl", *args])
+    assert end.value.code == 2 and says in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "d.jsonl").exists()
+
+
+def test_without_aiohttp_it_names_the_command_that_installs_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "aiohttp", None)  # an import of it fails
+    with pytest.raises(SystemExit) as end:
+        llm_proxy.main(["--upstream", "http://127.0.0.1:9", "--port", "0", "--log", str(tmp_path / "d.jsonl")])
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and said.count("\n") == 1 and "aiohttp is missing in" in said and "`bash 01_setup.sh`" in said
+
+
 # --- a real server
 
 
 @pytest.mark.integration
-def test_replay_on_llama_cpp_behaves_like_the_live_run(program, repo, free_port, tmp_path):
+def test_replay_on_llama_cpp_behaves_like_the_live_run(program, llamacpp_server, tmp_path):
     from servers import adapter
 
-    port = free_port()
-    server = subprocess.Popen([sys.executable, str(repo / "servers/llamacpp.py"), "--port", str(port), "--ctx", "1024", "--parallel", "2",
-                               "--threads", "1", "--cache-dir", str(tmp_path)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        llama = adapter.get("llamacpp", f"http://127.0.0.1:{port}")
-        llama.wait_ready(60)
-        users = ["Say hello.", "Name three colours.", "And the capital of France?", "Thank you."]
+    llama = adapter.get("llamacpp", llamacpp_server)
+    users = ["Say hello.", "Name three colours.", "And the capital of France?", "Thank you."]
 
-        def talk(*args, stream=False):
-            llama.reset_cache()
-            p, at = program("--upstream", llama.base_url, "--server-kind", "llamacpp", *args)
-            messages, texts = [], []
-            for i, text in enumerate(users):
-                messages.append({"role": "user", "content": text})
-                body = {"model": "smollm2", "messages": messages, "temperature": 0, "max_tokens": 10 if i == 1 else 40, "stream": stream}
-                status, _, data = Running(None, None, at).post(body, {"X-Session-ID": "s"})
-                assert status == 200, data
-                if stream:
-                    objects = [json.loads(x[6:]) for x in data.decode().split("\n\n") if x.startswith("data: {")]
-                    texts.append("".join(c["delta"].get("content") or "" for o in objects for c in o["choices"]))
-                else:
-                    texts.append(json.loads(data)["choices"][0]["message"]["content"])
-                messages.append({"role": "assistant", "content": texts[-1]})
-            p.send_signal(signal.SIGTERM)
-            assert p.wait(30) == 0
-            return texts
+    def talk(*args, stream=False):
+        llama.reset_cache()
+        p, at = program("--upstream", llama.base_url, "--server-kind", "llamacpp", *args)
+        messages, texts = [], []
+        for i, text in enumerate(users):
+            messages.append({"role": "user", "content": text})
+            body = {"model": "smollm2", "messages": messages, "temperature": 0, "max_tokens": 10 if i == 1 else 40, "stream": stream}
+            status, _, data = Running(None, None, at).post(body, {"X-Session-ID": "s"})
+            assert status == 200, data
+            if stream:
+                objects = [json.loads(x[6:]) for x in data.decode().split("\n\n") if x.startswith("data: {")]
+                texts.append("".join(c["delta"].get("content") or "" for o in objects for c in o["choices"]))
+            else:
+                texts.append(json.loads(data)["choices"][0]["message"]["content"])
+            messages.append({"role": "assistant", "content": texts[-1]})
+        p.send_signal(signal.SIGTERM)
+        assert p.wait(30) == 0
+        return texts
 
-        talk("--log", tmp_path / "live.jsonl", "--record", tmp_path / "rec.json")
-        rec = load_recording(tmp_path / "rec.json")
-        for i, c in enumerate(rec["calls"]):  # what is replayed is never what the server would say itself
-            c["content"] = f"Recorded reply number {i}: wholly other words, of another length than the model's."
-        (tmp_path / "other.json").write_text(json.dumps(rec))
-        live = [json.loads(x) for x in (tmp_path / "live.jsonl").read_text().splitlines()]
-        assert [x["cached_tokens"] for x in live][0] == 0 and live[-1]["cached_tokens"] > 60
-        for stream in (False, True):
-            texts = talk("--log", tmp_path / f"replay{stream}.jsonl", "--replay", tmp_path / "other.json", stream=stream)
-            assert texts == [c["content"] for c in rec["calls"]]
-            replay = [json.loads(x) for x in (tmp_path / f"replay{stream}.jsonl").read_text().splitlines()]
-            for a, b in zip(live, replay, strict=True):
-                assert a["completion_tokens"] == b["completion_tokens"] == b["replay"]["asked_tokens"]
-                # Text whose last tokens come back as others costs a few tokens; they are counted, and explain the difference.
-                lost = b["replay"]["recomputed_tokens"] or 0
-                assert abs(a["prompt_tokens"] - b["prompt_tokens"]) <= lost + 1
-                assert abs(a["cached_tokens"] - (b["cached_tokens"] + lost)) <= llama.cache_block and lost <= 4
-    finally:
-        server.terminate()
-        server.wait(10)
+    talk("--log", tmp_path / "live.jsonl", "--record", tmp_path / "rec.json")
+    rec = load_recording(tmp_path / "rec.json")
+    for i, c in enumerate(rec["calls"]):  # what is replayed is never what the server would say itself
+        c["content"] = f"Recorded reply number {i}: wholly other words, of another length than the model's."
+    (tmp_path / "other.json").write_text(json.dumps(rec))
+    live = [json.loads(x) for x in (tmp_path / "live.jsonl").read_text().splitlines()]
+    assert [x["cached_tokens"] for x in live][0] == 0 and live[-1]["cached_tokens"] > 60
+    for stream in (False, True):
+        texts = talk("--log", tmp_path / f"replay{stream}.jsonl", "--replay", tmp_path / "other.json", stream=stream)
+        assert texts == [c["content"] for c in rec["calls"]]
+        replay = [json.loads(x) for x in (tmp_path / f"replay{stream}.jsonl").read_text().splitlines()]
+        for a, b in zip(live, replay, strict=True):
+            assert a["completion_tokens"] == b["completion_tokens"] == b["replay"]["asked_tokens"]
+            # Text whose last tokens come back as others costs a few tokens; they are counted, and explain the difference.
+            lost = b["replay"]["recomputed_tokens"] or 0
+            assert abs(a["prompt_tokens"] - b["prompt_tokens"]) <= lost + 1
+            assert abs(a["cached_tokens"] - (b["cached_tokens"] + lost)) <= llama.cache_block and lost <= 4
