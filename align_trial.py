@@ -34,6 +34,7 @@ import os
 import re
 import sys
 import time
+from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -42,10 +43,12 @@ import numpy as np
 import energylib
 
 GROUPS = ("gpu", "cpu", "dram")
+STALL_S = 1.0  # a call that takes this much longer than predicted, and twice as long, waited for something
 FIRST = (1, 2, 5, 10)  # early predictors: what is known after so many calls
 
 COLUMNS = [
     *["trajectory", "task", "policy", "rep", "mode", "recording", "recording_source", "model", "agent", "profile", "hardware", "t_begin"],
+    *["server", "harbor"],
     *["outcome", "fail_reason", "reward", "exception"],
     *["calls", "attempts", "turns", "summarizations"],
     *["prompt_tokens", "cached_tokens", "uncached_tokens", "completion_tokens", "tokens_match"],
@@ -56,7 +59,7 @@ COLUMNS = [
     *["setup_j", "verifier_j", "wasted_j", "gpu_err_j"],
     *["est_gpu_model_j", "est_gpu_above_idle_j", "est_cpu_model_j", "est_cpu_above_idle_j", "est_model_s", "est_total_j", "est_domains"],
     *["closure_model_above_idle", "closure_model", "closure_time", "closure_total"],
-    *["temp_max_c", "sm_mhz_median", "throttled_s", "idle_quiet_w"],
+    *["temp_max_c", "sm_mhz_median", "throttled_s", "idle_w", "idle_source", "idle_quiet_w"],
     *["coverage", "gpu_source", "cpu_source", "split_source", "attribution", "concurrency", "calib_sha256", "flags", "quality"],
     *[f"first{k}_{what}" for k in FIRST for what in ("s", "total_j", "prompt_tokens", "completion_tokens")],
     # how the three sources met, for whoever doubts the split
@@ -69,9 +72,11 @@ FLAGS = {  # code -> the same in words (column `quality`)
     "alignment_failed": "the aligner itself failed on this folder; only identity and outcome are given",
     "samples_missing": "no samples.csv: no energy",
     "samples_unreadable": "samples.csv could not be read: no energy",
+    "sidecar_missing": "no samples.meta.json: the counters' limits and ranges, and their hardware where trial.json lacks it, are not known",
+    "sidecar_damaged": "samples.meta.json is empty, cut or not the sampler's: it was taken as missing",
     "not_covered": "the counters do not cover the whole agent execution: the energy of that domain is not given",
     "setup_not_covered": "the counters do not cover setup or verifier",
-    "gaps": "less than 99 % of the time has samples closer than 5 ticks: the split is uncertain, the total is not",
+    "gaps": "less than 99 % of the time has samples closer than 5 ticks: the split is uncertain, the total is not (but unknown where power is integrated)",
     "estimated_cpu": "CPU energy is estimated by a power model, not measured",
     "estimated_gpu": "GPU energy is integrated from power readings, not from an energy counter",
     "calls_missing": "no calls.jsonl: model time is unknown, nothing is split",
@@ -104,12 +109,11 @@ FLAGS = {  # code -> the same in words (column `quality`)
     "closure_partial": "closure leaves out attempts that ended without token counts, on both sides",
     "closure_circular": "closure against an estimated counter is circular and says nothing about the call model",
     "no_calibration": "no calibration: no estimates, no above-idle energy, no closure",
-    "calibration_unreadable": "the calibration could not be used",
     "calibration_unchecked": "trial or calibration does not say its hardware or model: not compared",
     "calibration_other": "the calibration is from other hardware or another model (--allow-other-calibration)",
     "idle_unknown": "the calibration lacks the idle power of a counter of this trial",
     "idle_from_trajectory": "counter steps were apportioned by the trajectory's own quietest power, for want of a calibrated idle",
-    "idle_drift": "the trajectory's own quietest power differs from the calibrated idle by more than 3 %",
+    "idle_drift": "the trajectory's own quietest power differs by more than 3 % from the idle power that was subtracted",
     "clock_step": "the wall clock was set during the trial, by more than 50 ms",
     "mono_restarted": "the machine was restarted during the trial",
     "wrap_ambiguous": "a gap in the samples could hide more than one wrap of a CPU counter",
@@ -117,6 +121,7 @@ FLAGS = {  # code -> the same in words (column `quality`)
     "counter_reset": "a counter was reset during the trial",
     "counter_jump": "a counter jumped by more than the hardware can use",
     "counter_glitch": "a counter gave some wrong values, left out",
+    "counter_gap": "a counter could not be read for more than 5 ticks: how its energy divides there is uncertain, the total is not",
     "counter_stuck": "a counter stood still for some time",
     "module_scope": "the GPU counter covers the whole module, CPU and memory included: they are not added on top",
     "shared": "other trajectories ran at the same time: energy is attributed by power, idle is shared",
@@ -127,6 +132,9 @@ FLAGS = {  # code -> the same in words (column `quality`)
     "ended_deadline": "the run was stopped by the stage's deadline",
     "reward_from_file": "the reward is from verifier/reward.txt, result.json lacks it",
     "throttled": "a GPU was throttled by power or heat",
+    "stalled_call": "a call took over twice as long as the call model says, and over 1 s longer: kernels were compiled, or the server was busy",
+    "replay_short": "the server decoded fewer tokens than the replayed recording asks for: its energy is that of shorter replies",
+    "outcome_differs": "the replay ended otherwise than its recording says",
 }
 
 # litellm and the servers say "too long" in these ways
@@ -147,6 +155,10 @@ SERVER_ERRORS = {
 
 class InputError(Exception):
     """What was given cannot be used; the text says what was found and the way out."""
+
+
+class ViewError(Exception):
+    """A trace or timeline cannot be written; the text says which and why."""
 
 
 # ---------------------------------------------------------------- intervals: arrays (n, 2) of [start, end)
@@ -725,7 +737,7 @@ def classify(trial, attempt, steps, calls):
 
 
 def load_calibration(calib):
-    """{params, idle {domain: W}, sha256} of a calibration folder or params.json; None without one.
+    """{params, sha256, path} of a calibration folder or params.json; None without one.
 
     Raises InputError when what was given cannot be read.
     """
@@ -739,32 +751,60 @@ def load_calibration(calib):
     import calibrate
 
     try:
-        idle = {d: float(w) for d, w in calibrate.idle_power(params, "loaded").items() if known(w)}
+        calibrate.idle_power(params)
         calibrate.predict(params, [1], [0], [1])
     except (KeyError, TypeError, AttributeError, ValueError) as e:
         raise InputError(f"{path}: {type(e).__name__}: {e}: not a params.json of this version; run calibrate.py again") from None
-    return {"params": params, "idle": idle, "sha256": energylib.sha256(path), "path": str(path)}
+    return {"params": params, "sha256": energylib.sha256(path), "path": str(path)}
 
 
 def mismatch(params, trial, folder):
     """(what differs between calibration and trial, or None; True when something could not be compared).
 
-    The trial's hardware is what trial.json says or, in the calibration's own words, what its sidecar of the counters says.
+    The trial's hardware is what trial.json says or, in the calibration's own words, what its sidecar of the counters says. How many CPUs a
+    virtual machine was given matters only where CPU energy was measured.
     """
-
     unchecked = False
+    meta, status = read_sidecar(folder)
+    counters = counter_columns(folder)
+    gpus_only = bool(counters) and all(energylib.group(column.partition("_")[0]) == "gpu" for column in counters)
     for key in ("hardware", "model"):
         want, found = params.get(key), trial.get(key)
-        if not want or want == "unknown" or not found:
+        names = {plain(found, key)} if found else set()
+        if names and key == "hardware" and status == "ok":
+            names.add(plain(energylib.hardware_name(meta), key))
+        names -= {"unknown"}
+        if not want or want == "unknown" or not names:
             unchecked = True
             continue
-        names = {plain(found, key)}
-        meta = read_json(Path(folder) / "samples.meta.json")[0]
-        if key == "hardware" and isinstance(meta, dict):
-            names.add(plain(energylib.hardware_name(meta), key))
+        if gpus_only:
+            want, names = without_cpus(want), {without_cpus(name) for name in names}
         if plain(want, key) not in names:
             return f"{key} is {want!r} in the calibration and {found!r} in the trial", unchecked
     return None, unchecked
+
+
+def read_sidecar(folder):
+    """(what samples.meta.json says, status): status is ok, missing, empty or damaged, and nothing is said where it is not ok."""
+    meta, status = read_json(Path(folder) / "samples.meta.json")
+    if status == "ok" and not (isinstance(meta, dict) and all(isinstance(meta.get(k) or {}, dict) for k in ("counters", "host"))
+                               and all(isinstance(c, dict) for c in sub(meta, "counters").values())):  # fmt: skip
+        status = "damaged"
+    return (meta if status == "ok" else {}), status
+
+
+def counter_columns(folder):
+    """Names of the counters in a trial's samples.csv, without reading its rows."""
+    try:
+        with open(Path(folder) / "samples.csv", encoding="utf-8-sig", errors="replace") as f:
+            return [c for c in f.readline().rstrip().split(",") if energylib.COUNTER.match(c) or re.fullmatch(r"gpu\d+_w", c)]
+    except OSError:
+        return []
+
+
+def without_cpus(hardware):
+    """A machine's name without its number of CPUs."""
+    return re.sub(r" \(\d+ logical cpus\)$", "", str(hardware), flags=re.IGNORECASE)
 
 
 def plain(value, key):
@@ -879,15 +919,10 @@ def read_state(path, t0, t1, model):
     return out
 
 
-# nvmlClocksEventReason bits that slow the clock against the user's will: SW power cap 0x4, HW slowdown 0x8, SW thermal 0x20,
-# HW thermal 0x40, HW power brake 0x80. Idle (0x1) and clocks that somebody set (0x2, 0x100) are not throttling.
-THROTTLE_BITS = 0x4 | 0x8 | 0x20 | 0x40 | 0x80
-
-
 def throttled(cell):
     """Does this cell of state.csv (a bit mask, decimal or hex) name a reason that slows the GPU?"""
     try:
-        return bool(int(str(cell).strip(), 0) & THROTTLE_BITS)
+        return bool(int(str(cell).strip(), 0) & sum(energylib.THROTTLE_REASONS))
     except ValueError:
         return False
 
@@ -895,19 +930,21 @@ def throttled(cell):
 # ---------------------------------------------------------------- one trajectory
 
 
-def align(folder, calibration=None, notes=(), trace_dir=None, timeline_dir=None, formats=()):
+def align(folder, calibration=None, trace_dir=None, timeline_dir=None, formats=()):
     """The row of one trajectory folder, as a dict with every name of COLUMNS. Raises InputError when there is no trial.json.
 
-    `calibration` is what load_calibration returns; `notes` are flags that the caller wants in the row.
+    `calibration` is what load_calibration returns.
     """
     folder = Path(folder)
     trial, status = read_json(folder / "trial.json")
     if status != "ok" or not isinstance(trial, dict):
         raise InputError(f"{folder}/trial.json: {status}: unfinished, to be run again")
-    row, flags = dict.fromkeys(COLUMNS), set(notes)
+    row, flags = dict.fromkeys(COLUMNS), set()
     recording = sub(trial, "recording")
     row |= {k: trial.get(k) for k in ("trajectory", "task", "policy", "rep", "mode", "model", "agent", "profile", "hardware", "t_begin")}
     row["trajectory"] = row["trajectory"] or folder.resolve().name
+    row["server"] = sub(trial, "server").get("version") or sub(trial, "server").get("kind")
+    row["harbor"] = trial.get("harbor_version")
     members = sub(trial, "shared").get("members")
     members = [m for m in members if isinstance(m, str)] if isinstance(members, list) else []
     row["concurrency"] = max(count(trial.get("concurrency")) or 1, len(members))
@@ -918,7 +955,11 @@ def align(folder, calibration=None, notes=(), trace_dir=None, timeline_dir=None,
         seen = align_outcome(folder, trial, row, flags)
         together = sub(trial, "shared").get("group")
         seen |= {"name": folder.resolve().name, "peers": [] if row["concurrency"] == 1 else read_peers(folder, together, members, flags)}
+        if (expected := recording.get("expected_outcome")) and row["outcome"] in ("success", "fail") and row["outcome"] != expected:
+            flags.add("outcome_differs")
         align_energy(folder, trial, row, flags, seen, calibration, trace_dir, timeline_dir, formats)
+    except ViewError:
+        raise
     except Exception as e:  # one odd folder must not cost the batch: the row says so, the exit code too
         flags.add("alignment_failed")
         print(f"{folder}: alignment failed: {type(e).__name__}: {e}; please report it with this folder", file=sys.stderr)
@@ -1007,6 +1048,8 @@ def align_outcome(folder, trial, row, flags):
                 row[f"first{k}_completion_tokens"] = sum(c["completion"] or 0 for c in part)
         replays = [c["replay"] for c in own if isinstance(c["replay"], dict)]
         row["replay_mode"] = "+".join(sorted({str(r.get("mode")) for r in replays})) or None
+        if any((count(r.get("missing_tokens")) or 0) > 0 for r in replays):
+            flags.add("replay_short")
         recomputed = [count(r.get("recomputed_tokens")) for r in replays]
         row["recomputed_tokens"] = sum(x for x in recomputed if x is not None) if any(x is not None for x in recomputed) else None
     harbor_totals(result, steps, own if calls is not None else None, row, flags)
@@ -1079,7 +1122,7 @@ def align_energy(folder, trial, row, flags, seen, calibration, trace_dir, timeli
             flags.add("throttled")
 
     samples = open_samples(folder, flags)
-    view = energy_into(row, flags, seen, samples, calibration, pieces) if samples else None
+    view = energy_into(row, flags, seen, samples, calibration, idle_powers(calibration, trial, samples), pieces) if samples else None
     estimates(row, flags, calibration, own, pieces, view)
     if view and (trace_dir or timeline_dir):
         from stages import timeline
@@ -1089,10 +1132,13 @@ def align_energy(folder, trial, row, flags, seen, calibration, trace_dir, timeli
 
         name = str(row["trajectory"]).replace("/", "_")
         view |= {"row": row, "seen": seen, "commands": commands, "pieces": pieces, "samples": samples, "energy_between": energy_between}
-        if trace_dir:
-            timeline.write_trace(Path(trace_dir) / f"{name}.json", view)
-        if timeline_dir and t0 is not None:
-            timeline.write_timeline(Path(timeline_dir) / name, view, formats)
+        try:
+            if trace_dir:
+                timeline.write_trace(Path(trace_dir) / f"{name}.json", view)
+            if timeline_dir and t0 is not None:
+                timeline.write_timeline(Path(timeline_dir) / name, view, formats)
+        except OSError as e:
+            raise ViewError(f"{e.filename}: {e.strerror}") from None
 
 
 def cut_time(seen, model):
@@ -1146,7 +1192,23 @@ def times_into(row, pieces):
         row["command_s"] = row["overlap_s"] = None
 
 
-def energy_into(row, flags, seen, samples, calibration, pieces):
+def idle_powers(calibration, trial, samples):
+    """({counter: W}, "batch", "calibration" or None): the idle power between calls of the trial's own counters.
+
+    The calibration's, moved by what the batch's baseline of loaded idle differs from the calibration's: no two GPUs of a kind idle alike,
+    nor one of them on two days. Estimated powers are not moved; their baseline is no meter.
+    """
+    if not calibration:
+        return {}, None
+    import calibrate
+
+    between, rested = (calibrate.idle_like(calibration["params"], samples.domains, state) for state in ("loaded", "rested"))
+    between, now = {d: float(w) for d, w in between.items() if known(w)}, sub(trial, "idle_rested_w")
+    moved = {d: w + now[d] - rested[d] for d, w in between.items() if known(now.get(d)) and d in rested and samples.source[d] != "model"}
+    return between | moved, ("batch" if moved else "calibration") if between else None
+
+
+def energy_into(row, flags, seen, samples, calibration, idle, pieces):
     """Everything measured in joules; returns what estimates and views need, one value per piece and domain group."""
     a, b, dt, group = pieces["a"], pieces["b"], pieces["dt"], [seen, *seen["peers"]]
     domains = {g: [d for d in samples.domains if energylib.group(d) == g] for g in GROUPS}
@@ -1157,8 +1219,8 @@ def energy_into(row, flags, seen, samples, calibration, pieces):
     if summed != present:
         flags.add("module_scope")
 
-    # idle power: calibrated, and the trajectory's own quietest
-    idle_w = calibration["idle"] if calibration else {}
+    # idle power: the calibration's or the batch's, and the trajectory's own quietest
+    idle_w, row["idle_source"] = idle
     idle_of = {g: sum(idle_w[d] for d in domains[g]) if domains[g] and all(d in idle_w for d in domains[g]) else None for g in GROUPS}
     if calibration and any(idle_of[g] is None for g in ("gpu", "cpu") if domains[g]):
         flags.add("idle_unknown")
@@ -1168,7 +1230,7 @@ def energy_into(row, flags, seen, samples, calibration, pieces):
         quiet_at = group_pieces(group)
         quiet_at = quiet_at[~inside(quiet_at.mean(axis=1), union([(c["start"], c["end"]) for m in group for c in m["calls"]]))]
     quiet = quiet_power(samples, domains[lead], *quiet_at.T)
-    row["idle_quiet_w"] = quiet["total"]
+    row["idle_w"], row["idle_quiet_w"] = idle_of[lead], quiet["total"]
     if known(quiet["total"]) and idle_of[lead] and abs(quiet["total"] / idle_of[lead] - 1) > 0.03:
         flags.add("idle_drift")
     apportion = idle_w
@@ -1295,8 +1357,12 @@ def open_samples(folder, flags):
     if not path.is_file() or path.stat().st_size == 0:
         flags.add("samples_missing")
         return None
+    meta, status = read_sidecar(folder)
+    if status != "ok":
+        flags.add("sidecar_missing" if status == "missing" else "sidecar_damaged")
+        print(f"align_trial: {folder}/samples.meta.json: {status}; energy is computed without the counters' limits and ranges", file=sys.stderr)
     try:
-        samples = energylib.read_samples(path)
+        samples = energylib.read_samples(path, meta)
     except Exception as e:  # whatever is wrong with the file, the row still has times, tokens and outcome
         print(f"align_trial: {e}", file=sys.stderr)
         flags.add("samples_unreadable")
@@ -1345,6 +1411,11 @@ def quiet_power(samples, domains, a, b):
     }
 
 
+def stalled(took_s, predicted_s):
+    """Did calls take over twice as long as the call model says, and over STALL_S longer?"""
+    return took_s > predicted_s + np.maximum(predicted_s, STALL_S)
+
+
 def estimates(row, flags, calibration, own, pieces, view):
     """est_* and closure_*: from token counts and the call model alone, against the same calls and domains measured."""
     calls = [c for c in own if has_tokens(c)]
@@ -1352,7 +1423,10 @@ def estimates(row, flags, calibration, own, pieces, view):
         return  # an unknown cached count (flagged) would have to be guessed
     est = predict(calibration, calls)
     row["est_model_s"] = seconds = float(np.sum(est["time_s"]))
-    measured_s = sum(c["end"] - c["start"] for c in calls)
+    took_s = np.array([c["end"] - c["start"] for c in calls])
+    measured_s = float(took_s.sum())
+    if row["concurrency"] == 1 and stalled(took_s, est["time_s"]).any():
+        flags.add("stalled_call")
     row["closure_time"] = seconds / measured_s - 1 if measured_s > 0 else None
     if len(calls) < len(own):
         flags.add("closure_partial")
@@ -1528,19 +1602,19 @@ def cell(x):
 
 def write_table(path, rows):
     """trials.csv, atomically."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with open(part, "w", encoding="utf-8", newline="") as f:
+    from stages import csvfiles
+
+    def body(f):
         out = csv.writer(f, lineterminator="\n")
         out.writerow(COLUMNS)
         out.writerows([cell(row[c]) for c in COLUMNS] for row in rows)
-    os.replace(part, path)
+
+    csvfiles.replace(Path(path), body)
 
 
-def align_all(folders, calibration=None, notes=(), jobs=1, trace_dir=None, timeline_dir=None, formats=(), progress=None):
+def align_all(folders, calibration=None, jobs=1, trace_dir=None, timeline_dir=None, formats=(), progress=None):
     """Rows of all folders, in their order."""
-    work = [(f, calibration, notes, trace_dir, timeline_dir, formats) for f in folders]
+    work = [(f, calibration, trace_dir, timeline_dir, formats) for f in folders]
     rows = []
     if jobs <= 1 or len(work) < 2:
         for w in work:
@@ -1579,6 +1653,11 @@ def show_progress(begin=None):
     return show
 
 
+def existing(path):
+    """The path, or the nearest folder above it that exists."""
+    return next(p for p in (path, *path.parents) if p.exists())
+
+
 def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("dirs", nargs="+", metavar="DIR", help="trajectory folders; one without trial.json is unfinished and skipped")
@@ -1598,21 +1677,26 @@ def main(argv=None):
     args = p.parse_args(argv)
     if args.jobs < 1:
         p.error(f"--jobs {args.jobs}: expected 1 or more")
-    if not os.access(next((d for d in Path(args.out).resolve().parents if d.exists()), "/"), os.W_OK) or Path(args.out).is_dir():
+    if args.format and not args.timeline:
+        p.error("--format is of the timelines; give --timeline with it")
+    if not os.access(existing(Path(args.out).resolve().parent), os.W_OK) or Path(args.out).is_dir():
         print(f"align_trial: --out {args.out}: cannot be written, expected a path for a CSV file in a folder of yours", file=sys.stderr)
         return 2
-    calibration, notes = None, ()
+    for name, folder in (("--trace", args.trace), ("--timeline", args.timeline)):
+        if folder and not ((there := existing(Path(folder).resolve())).is_dir() and os.access(there, os.W_OK)):
+            print(f"align_trial: {name} {folder}: cannot be made a folder of yours, {there} is in the way", file=sys.stderr)
+            return 2
     try:
         calibration = load_calibration(args.calib)
     except InputError as e:
-        print(f"align_trial: {e}; going on without estimates", file=sys.stderr)
-        notes = ("calibration_unreadable",)
+        print(f"align_trial: --calib {args.calib}: {e}; without --calib there are no estimates, but a table", file=sys.stderr)
+        return 2
     folders = []
     for d in args.dirs:
         trial, status = read_json(Path(d) / "trial.json")
         if not Path(d).is_dir():
             print(
-                f"align_trial: {d}: no such folder, expected a trajectory folder such as data/traj/<task>__<policy>__r<rep>",
+                f"align_trial: {d}: no such folder, expected one of the folders that 06_run_batch.sh leaves, <task>__<policy>__r<rep>",
                 file=sys.stderr,
             )
             return 2
@@ -1637,7 +1721,7 @@ def main(argv=None):
     from concurrent.futures.process import BrokenProcessPool
 
     try:
-        rows = align_all(folders, calibration, notes, args.jobs, args.trace, args.timeline, args.format, show_progress())
+        rows = align_all(folders, calibration, args.jobs, args.trace, args.timeline, args.format, show_progress())
         write_table(args.out, rows)
     except KeyboardInterrupt:
         print(f"align_trial: interrupted, {args.out} was not written", file=sys.stderr)
@@ -1645,16 +1729,27 @@ def main(argv=None):
     except BrokenProcessPool:
         print(f"align_trial: a worker process was killed (out of memory?), {args.out} was not written; try --jobs 1", file=sys.stderr)
         return 1
+    except ViewError as e:
+        print(f"align_trial: {e}; {args.out} was not written", file=sys.stderr)
+        return 1
     except OSError as e:
         print(f"align_trial: {args.out}: {e.strerror or e}; nothing was written there", file=sys.stderr)
         return 1
     outcomes = {k: sum(r["outcome"] == k for r in rows) for k in ("success", "fail", "unscored")}
     print(f"{args.out}: {len(rows)} trajectories, " + ", ".join(f"{n} {k}" for k, n in outcomes.items()))
-    for table in sorted({Path(d).resolve().parent.parent / "waste.csv" for d in folders}):
-        if table.exists():  # the batch counts there what attempts used that are in no row
-            with open(table, encoding="utf-8-sig", newline="") as f:
-                used = [r["energy_j"] for r in csv.DictReader(f)]
-            print(f"waste: {sum(float(j) for j in used if j):.0f} J in {len(used)} attempt(s) that were set aside ({table})")
+    counts = Counter(f for r in rows for f in r["flags"].split(";") if f)
+    for flag in sorted(counts, key=lambda f: (-counts[f], list(FLAGS).index(f))):
+        print(f"  {counts[flag]} of {len(rows)}: {FLAGS[flag]} ({flag})")
+    from stages import status
+
+    for table in sorted({Path(os.path.relpath(Path(d).resolve().parent.parent / "waste.csv")) for d in folders}):
+        try:  # the batch counts there what attempts used that are in no row
+            used = [r["energy_j"] for r in status.read_waste(table)]
+        except ValueError as e:
+            print(f"align_trial: {e}; the table is written all the same", file=sys.stderr)
+            continue
+        if used:
+            print(f"waste: {sum(float(j) for j in used if j):.0f} J in {len(used)} attempt{'s' * (len(used) > 1)} set aside ({table})")
     return 1 if any("alignment_failed" in r["flags"].split(";") for r in rows) else 0
 
 

@@ -4,14 +4,16 @@
 # ///
 """Predictor comparison (RQ1), energy shares (RQ2), energy per accomplished goal, retry budget and report, from one table.
 
-    python evaluate.py --trials results/trials_formal.csv --out results/eval
-    python evaluate.py --trials results/trials.csv --plan data/traj/plan.csv --calib results/calib --out results/eval \\
-        --carbon 363 --price 0.31 --pue 1.2
+    python evaluate.py --trials results/trials_formal.csv --plan results/plan_formal.csv --partial --waste results/waste_formal.csv \\
+        --calib results/calib --out results/eval_rerun
+    python evaluate.py --trials results/quickstart/trials.csv --plan data/quickstart/traj/plan.csv \\
+        --calib results/quickstart/calib --out results/quickstart/eval --carbon 363 --price 0.31 --pue 1.2
 
 Reads the table that align_trial.py writes, one row per trajectory. Optionally the plan of the batch, so that runs that left
-nothing behind still count, and the folder of the calibration, for the text on the method. Writes to --out:
+nothing behind still count; what attempts used that were set aside (waste.csv, which the batch writes beside the plan's folder);
+and the folder of the calibration, for the text on the method and its own warnings. Writes to --out:
 
-    configs.csv         outcomes, energy per trajectory and energy per accomplished goal, per context policy
+    configs.csv         outcomes, energy per trajectory and per accomplished goal, waste, per context policy
     rq1_predictors.csv  how well each predictor foretells a trajectory's energy on tasks that it has not seen
     rq1_paired.csv      the best predictor of each kind against the runner-up, on the same trajectories
     rq2_shares.csv      model, command and waiting energy per task and policy
@@ -26,6 +28,16 @@ Intervals are 95 % and clustered by task: with 10 or more tasks a studentised bo
 distribution on task means, with fewer none. Energy per goal is a ratio of means, its interval the inverse of that of goals
 per joule, which stays finite when few attempts succeed. Baselines are fitted by least mean absolute relative error with
 coefficients that cannot be negative, and are scored on the task that was left out.
+
+No success. Then energy per goal has a lower bound: mean energy by the exact 95 % upper limit of the success rate. It counts
+attempts as independent, which those of one task are not, so it is a conclusion (column energy_per_goal_basis: bound) from 5
+tasks on, like an interval; below, configs.csv and the table have it beside its n, and the answer is that nothing can be said.
+
+Waste, per policy: set_aside_j, whole attempts that were set aside: failed for infrastructure reasons, stopped before their
+end (killed or interrupted), or measured and then set aside by the user; infra_j, the agent's execution in unscored runs that
+stayed; and in unscored runs set-up and verifier, too. waste_share is their part of all energy (all_j: spent_j + infra_j +
+setup_verifier_j + set_aside_j). wasted_j, calls that failed, were aborted or repeated inside scored attempts, is a part of
+spent_j and not of the waste. Only energy of the same domains and source is added.
 """
 
 import argparse
@@ -36,6 +48,7 @@ import json
 import math
 import re
 import sys
+from collections import Counter
 from functools import lru_cache
 from itertools import combinations
 from pathlib import Path
@@ -64,8 +77,8 @@ TEXT = [
     *["cpu_source"],
 ]
 TEXT_OPTIONAL = [
-    *["recording_source", "agent", "profile", "concurrency", "fail_reason", "flags", "split_source", "attribution", "calib_sha256"],
-    *["est_domains"],
+    *["recording_source", "agent", "profile", "concurrency", "fail_reason", "flags", "quality", "split_source", "attribution"],
+    *["calib_sha256", "est_domains", "idle_source", "server", "harbor"],
 ]
 NUMBERS = (
     [
@@ -79,9 +92,28 @@ NUMBERS = (
 )
 NUMBERS_OPTIONAL = [
     *["t_begin", "wasted_j", "setup_j", "verifier_j", "gpu_idle_j", "cpu_idle_j", "est_gpu_above_idle_j", "est_cpu_above_idle_j"],
-    *["est_total_j", "closure_model_above_idle", "closure_total", "coverage", "throttled_s"],
+    *["est_total_j", "closure_model_above_idle", "closure_time", "closure_total", "coverage", "throttled_s", "idle_w"],
 ] + [f"first{k}_{c}" for k in FIRST_CALLS for c in ("s", "total_j", "prompt_tokens", "completion_tokens")]
-NON_NEGATIVE = [c for c in NUMBERS if "above_idle" not in c] + ["wasted_j", "setup_j", "verifier_j"]
+ANY_SIGN = ("above_idle", "closure")  # what is above idle may fall below it
+WHOLE = [c for c in NUMBERS + NUMBERS_OPTIONAL if c in ("calls", "turns") or c.endswith("_tokens")]
+ONE_OF = {
+    "outcome": ("success", "fail", "unscored"),
+    "mode": ("live", "replay"),
+    "recording_source": ("authored", "recorded", ""),
+    "split_source": ("recording", "agent_log", "trajectory", "calls", ""),
+    "attribution": ("exclusive", "shared", ""),
+    "idle_source": ("calibration", "batch", ""),
+}
+JOINED = {  # several of these, joined by +
+    "total_domains": r"(gpu|cpu|dram)\d*",
+    "est_domains": r"(gpu|cpu|dram)\d*",
+    "gpu_source": r"nvml|nvml-power|estimated|model|none",
+    "cpu_source": r"rapl|estimated|model|none",
+    "domains": r"(gpu|cpu|dram)\d*",
+    "sources": r"nvml|nvml-power|rapl|model",
+}
+PARTS = {"total_s": [f"{p}_s" for p in PHASES], "prompt_tokens": ["cached_tokens", "uncached_tokens"]}  # add up to the column
+PARTS |= {f"{d}_total_j": [f"{d}_{p}_j" for p in PHASES] for d in DOMAINS}
 
 
 class InputError(Exception):
@@ -338,7 +370,7 @@ def to_number(path, column, cells):
         pass
     values = np.full(len(cells), np.nan)
     for i, c in enumerate(cells):
-        if c.strip().lower() in ("", "nan", "none", "null"):
+        if not c.strip():
             continue
         try:
             values[i] = float(c)
@@ -382,6 +414,66 @@ def energy_source(domains, gpu_source, cpu_source):
     return "measured " + "+".join(d for d in sources if d not in estimated) + ", estimated " + "+".join(estimated)
 
 
+def refuse(path, frame, column, bad, expected):
+    """Raise InputError for the first row that is `bad`, with what was found there; nothing when none is."""
+    if np.any(bad):
+        i = int(np.argmax(bad))
+        value = frame[column].iloc[i]
+        found = "an empty cell" if value == "" or value != value else repr(value) if isinstance(value, str) else f"{value:.10g}"
+        raise InputError(f"{path}: row {i + 1}, column {column}: found {found}, expected {expected}")
+
+
+def check_repetitions(path, frame):
+    """Repetitions as plain numbers, 1 or more; `r3` means 3."""
+    frame["rep"] = [re.sub(r"^r", "", r) for r in frame["rep"]]
+    refuse(path, frame, "rep", [not re.fullmatch(r"0*[1-9]\d*", r) for r in frame["rep"]], "the number of the repetition, 1 or more")
+
+
+def check_joined(path, frame, column):
+    kinds = JOINED[column]
+    known = {v: all(re.fullmatch(kinds, x) for x in domain_names(v)) for v in set(frame[column])}
+    words = kinds.replace("(gpu|cpu|dram)\\d*", "gpu, cpu, dram (numbered or not)").replace("|", ", ")
+    refuse(path, frame, column, [not known[v] for v in frame[column]], f"{words}, joined by +, or an empty cell")
+
+
+def check_rows(path, frame):
+    """What no table of align_trial.py holds: unknown names, impossible numbers, parts that are not their total. Raises InputError."""
+    for column in ("trajectory", "task", "policy"):
+        refuse(path, frame, column, (frame[column] == "").to_numpy(), "a name; every trajectory has one")
+    for column, allowed in ONE_OF.items():
+        words = " or ".join(a or "an empty cell" for a in allowed)
+        refuse(path, frame, column, ~frame[column].isin(allowed).to_numpy(), words)
+    check_repetitions(path, frame)
+    refuse(path, frame, "concurrency", [not re.fullmatch(r"([1-9]\d*)?", c) for c in frame["concurrency"]], "a whole number, 1 or more")
+    for column in ("total_domains", "est_domains", "gpu_source", "cpu_source"):
+        check_joined(path, frame, column)
+    for column in NUMBERS + NUMBERS_OPTIONAL:
+        if not any(part in column for part in ANY_SIGN):
+            refuse(path, frame, column, (frame[column] < 0).to_numpy(), "0 or more; a reading that is missing is an empty cell")
+    for column in WHOLE:
+        refuse(path, frame, column, (frame[column] % 1 > 0).to_numpy(), "a whole number")
+    refuse(path, frame, "coverage", (frame["coverage"] > 1 + 1e-6).to_numpy(), "a share from 0 to 1")
+    nameless = ((frame["total_domains"] == "") & frame["total_j"].notna()).to_numpy()
+    refuse(path, frame, "total_domains", nameless, "which domains total_j sums; rerun align_trial.py")
+    for column in ("gpu_source", "cpu_source"):
+        with_it = [d for d in set(frame["total_domains"]) if column[:3] in domain_groups(d)]
+        bad = frame["total_domains"].isin(with_it) & frame["total_j"].notna() & frame[column].isin(("", "none"))
+        refuse(path, frame, column, bad.to_numpy(), "the source of the energy that total_j sums")
+    for column, parts in PARTS.items():
+        check_sum(path, frame, column, parts, slice(None))
+    for domains in set(frame["total_domains"]) - {""}:
+        check_sum(path, frame, "total_j", [f"{d}_total_j" for d in domain_groups(domains)], (frame["total_domains"] == domains).to_numpy())
+
+
+def check_sum(path, frame, column, parts, rows):
+    """Parts add up to their total wherever all of them are known; a thousandth is allowed for whoever rounded the table."""
+    off = np.zeros(len(frame), bool)
+    total, found = frame[column].to_numpy(float), frame[parts].to_numpy(float).sum(axis=1)
+    off[rows] = (np.abs(found - total) > 1e-3 * total + 0.01)[rows]
+    if off.any():
+        refuse(path, frame, column, off, f"{found[int(np.argmax(off))]:.10g}, the sum of {' + '.join(parts)}")
+
+
 def read_trials(path):
     """The table of align_trial.py as a frame in a canonical order, and notes on what was odd about it."""
     cells, notes = read_table(path, TEXT + NUMBERS, TEXT_OPTIONAL + NUMBERS_OPTIONAL, "the table that align_trial.py writes")
@@ -392,23 +484,7 @@ def read_trials(path):
     columns |= {c: to_number(path, c, cells.get(c, [""] * size)) for c in NUMBERS + NUMBERS_OPTIONAL}
     frame = pd.DataFrame({c: pd.Series(v, dtype=object if isinstance(v, list) else float) for c, v in columns.items()})
 
-    for column, allowed in {"outcome": ("success", "fail", "unscored"), "mode": ("live", "replay")}.items():
-        bad = ~frame[column].isin(allowed).to_numpy()
-        if bad.any():
-            i = int(np.argmax(bad))
-            raise InputError(f"{path}: row {i + 1}, column {column}: found {frame[column].iloc[i]!r}, expected {' or '.join(allowed)}")
-    for column in ("trajectory", "task", "policy"):
-        bad = (frame[column] == "").to_numpy()
-        if bad.any():
-            raise InputError(f"{path}: row {int(np.argmax(bad)) + 1}, column {column}: empty; every trajectory needs one")
-    for column in NON_NEGATIVE:
-        bad = (frame[column] < 0).to_numpy()
-        if bad.any():
-            i = int(np.argmax(bad))
-            raise InputError(
-                f"{path}: row {i + 1}, column {column}: found {frame[column].iloc[i]:g}, expected 0 or more; "
-                "a reading that is missing is an empty cell"
-            )
+    check_rows(path, frame)
 
     again = frame["trajectory"].duplicated(keep=False)
     if again.any():
@@ -420,7 +496,6 @@ def read_trials(path):
     if again.any():
         name = sorted(set(frame.loc[again, "trajectory"]))[0]
         raise InputError(f"{path}: trajectory {name} stands in the table more than once with different numbers; keep the row that is right")
-    frame["rep"] = [re.sub(r"^r", "", r) for r in frame["rep"]]
     double = frame.duplicated(["task", "policy", "rep", "mode"])
     if double.any():
         name = min(frame.loc[double, "trajectory"])
@@ -431,12 +506,6 @@ def read_trials(path):
         "+".join(domain_names(d)) if j == j else "" for d, j in zip(frame["total_domains"], frame["total_j"], strict=True)
     ]
     frame["est_domains"] = ["+".join(domain_names(d)) for d in frame["est_domains"]]
-    nameless = ((frame["total_domains"] == "") & frame["total_j"].notna()).to_numpy()
-    if nameless.any():
-        raise InputError(
-            f"{path}: {frame['trajectory'].iloc[int(np.argmax(nameless))]}: total_j without total_domains, so which domains it sums is not "
-            "known; rerun align_trial.py"
-        )
     frame["source"] = [
         energy_source(d, g, c) for d, g, c in zip(frame["total_domains"], frame["gpu_source"], frame["cpu_source"], strict=True)
     ]
@@ -449,15 +518,61 @@ def read_plan(path):
     cells, notes = read_table(path, ["task", "policy", "rep", "mode"], ["recording"], "the plan that the batch writes")
     cells.setdefault("recording", [""] * len(cells["task"]))
     plan = pd.DataFrame({c: pd.Series([x.strip() for x in v], dtype=object) for c, v in cells.items()})
-    plan["rep"] = [re.sub(r"^r", "", r) for r in plan["rep"]]
-    bad = ~plan["mode"].isin(("live", "replay")).to_numpy()
-    if bad.any():
-        i = int(np.argmax(bad))
-        raise InputError(f"{path}: row {i + 1}, column mode: found {plan['mode'].iloc[i]!r}, expected live or replay")
+    for column in ("task", "policy"):
+        refuse(path, plan, column, (plan[column] == "").to_numpy(), "a name; every planned run has one")
+    refuse(path, plan, "mode", ~plan["mode"].isin(ONE_OF["mode"]).to_numpy(), " or ".join(ONE_OF["mode"]))
+    check_repetitions(path, plan)
     if plan.duplicated(["task", "policy", "rep", "mode"]).any():
         row = plan[plan.duplicated(["task", "policy", "rep", "mode"])].iloc[0]
         raise InputError(f"{path}: {row['task']}, {row['policy']}, repetition {row['rep']} ({row['mode']}) is planned twice")
     return plan, notes
+
+
+def read_waste(path):
+    """waste.csv as the batch writes it: a row for every attempt that was set aside, its energy that of the whole attempt."""
+    cells, notes = read_table(path, ["trajectory", "energy_j", "domains", "sources"], ["reason"], "the waste.csv that the batch writes (stages/status.py)")
+    cells.setdefault("reason", [""] * len(cells["trajectory"]))
+    columns = {c: pd.Series([v.strip() for v in cells[c]], dtype=object) for c in ("trajectory", "reason", "domains", "sources")}
+    frame = pd.DataFrame(columns | {"energy_j": to_number(path, "energy_j", cells["energy_j"])})
+    refuse(path, frame, "trajectory", (frame["trajectory"] == "").to_numpy(), "the name of the trajectory")
+    refuse(path, frame, "energy_j", (frame["energy_j"] < 0).to_numpy(), "0 or more; an energy that is not known is an empty cell")
+    for column in ("domains", "sources"):
+        check_joined(path, frame, column)
+    nameless = ((frame["domains"] == "") & frame["energy_j"].notna()).to_numpy()
+    refuse(path, frame, "domains", nameless, "the domains that energy_j sums")
+    frame["groups"] = ["+".join(domain_groups(d)) for d in frame["domains"]]
+    frame["source"] = [energy_source(d, *waste_sources(x)) for d, x in zip(frame["domains"], frame["sources"], strict=True)]
+    return frame, notes
+
+
+@lru_cache(maxsize=64)
+def waste_sources(text):
+    """(of the GPU, of the CPU) among sources that waste.csv gives for all domains together."""
+    found = domain_names(text)
+    gpu = [s for s in found if s.startswith("nvml")]
+    return "+".join(gpu) or "model", "rapl" if "rapl" in found else "model"
+
+
+def share_waste(waste, groups):
+    """Column `run` of the waste: (number of the group, policy) that the attempt belongs to, None where it is none of the table or the plan."""
+    home = {}
+    for number, group in enumerate(groups):
+        for planned_only, name, policy in zip(group.rows["planned_only"], group.rows["trajectory"], group.rows["policy"], strict=True):
+            if name not in home or not planned_only:
+                home[name] = (number, policy)
+    return waste.assign(run=pd.Series([home.get(t) for t in waste["trajectory"]], index=waste.index, dtype=object))
+
+
+def waste_totals(waste):
+    """All attempts that were set aside, by the domains and the source of their energy, for summary.json."""
+    kinds = []
+    for (domains, source), r in waste.groupby(["groups", "source"], sort=True):
+        known = r["energy_j"].dropna()
+        kinds.append(
+            {"total_domains": domains, "source": source, "attempts": len(r), "without_energy": len(r) - len(known)}
+            | {"energy_j": plain(float(known.sum())) if len(known) else None}
+        )
+    return {"attempts": len(waste), "of_no_run_in_the_table": int(waste["run"].isna().sum()), "by_source": kinds}
 
 
 def add_missing(trials, plan):
@@ -873,6 +988,7 @@ def rq2(group):
     columns["wasted"] = rows["wasted_j"].to_numpy(float)
     total, seconds = rows["total_j"].to_numpy(float), rows["total_s"].to_numpy(float)
     tasks, task_names = pd.factorize(rows["task"], sort=True)
+    with_interval = (*PHASES, *(f"{d}_total" for d in group.domains), "idle")
 
     def blocks(codes, names):
         """A row for each (task, policy) of `names`, over the trajectories with its code."""
@@ -888,12 +1004,16 @@ def rq2(group):
             row = {**group.head(), "task": task, "policy": policy, "n": int(n[i])}
             row |= {"tasks": len(np.unique(tasks[codes == i])) if task == ALL_TASKS else 1}
             out.append(row | {"total_j": float(total_j[i]), "total_s": float(total_s[i] / time_n[i]) if time_n[i] else None})
+        for i, row in enumerate(out):
+            if row["task"] == ALL_TASKS:
+                e = ratio_interval(*(np.bincount(tasks[codes == i], weights=v[codes == i]) for v in (total, every))).clip(lo=0)
+                row |= {"total_j_lo": e.lo, "total_j_hi": e.hi}
         for name, values in columns.items():
             use = np.isfinite(values)
             for row, k, part, whole in zip(out, sums(use, use), sums(values, use), sums(total, use), strict=True):
                 row[f"{name}_j"] = float(part / k) if k else None
                 row[f"{name}_share"] = float(part / whole) if k and whole > 0 else None
-            for i, row in enumerate(out if name in PHASES or name.endswith("_total") else ()):
+            for i, row in enumerate(out if name in with_interval else ()):
                 if row["task"] == ALL_TASKS and row[f"{name}_share"] is not None:
                     mine = use & (codes == i)
                     e = ratio_interval(*(np.bincount(tasks[mine], weights=v[mine]) for v in (values, total))).clip(0, 1)
@@ -940,8 +1060,41 @@ def goals_per_joule(s):
     return s["success"], spent
 
 
-def configs(group, partial=False, cost=None):
-    """One row per policy: outcomes, energy per trajectory and per goal with intervals, paired differences to a reference policy."""
+def set_aside(group, waste):
+    """Columns on attempts that were set aside, from their rows of the waste; empty without a table of them (None)."""
+    if waste is None:
+        return {"set_aside": None, "set_aside_no_energy": None, "set_aside_j": None}
+    same = waste[(waste["groups"] == "+".join(group.domains)) & (waste["source"] == group.key["source"])]
+    known = same["energy_j"].dropna()  # joules of other domains or another source are none of these
+    joules = float(known.sum()) if len(known) or waste.empty else None
+    return {"set_aside": len(waste), "set_aside_no_energy": len(waste) - len(known), "set_aside_j": joules}
+
+
+def reasons(group, partial, aside):
+    """{set_aside, unscored}: {reason: attempts}. `aside` {policy: its attempts set aside}, None where no table says."""
+    rows = group.rows
+    left = rows[(rows["outcome"] == "unscored").to_numpy() & ~(partial & rows["planned_only"].to_numpy(bool))]
+    return {"set_aside": dict(Counter(x for w in (aside or {}).values() for x in w["reason"])), "unscored": dict(Counter(left["fail_reason"]))}
+
+
+def waste_columns(row, unscored):
+    """Energy that bought nothing and its part of all energy, and of how many attempts none is known; empty without a table of the waste."""
+    outside, inside = unscored[["setup_j", "verifier_j"]].to_numpy(float), unscored["total_j"].to_numpy(float)
+    known = [x for x in (row["set_aside_j"], *inside, *outside.ravel()) if x is not None and math.isfinite(x)]
+    if row["set_aside"] is None or (row["set_aside"] or len(unscored)) and not known:
+        return {"waste_j": None, "all_j": None, "waste_share": None, "waste_no_energy": None}
+    waste = float(sum(known))
+    whole = sum(row[c] or 0.0 for c in ("spent_j", "infra_j", "setup_verifier_j", "set_aside_j"))
+    row = {"waste_j": waste, "all_j": whole, "waste_share": waste / whole if whole > 0 else None, "waste_no_energy": row["set_aside_no_energy"]}
+    row["waste_no_energy"] += int((np.isnan(inside) & np.isnan(outside).all(axis=1)).sum())
+    return row
+
+
+def configs(group, partial=False, cost=None, waste=None):
+    """One row per policy: outcomes, energy per trajectory and per goal with intervals, paired differences to a reference policy.
+
+    `waste` {policy: attempts of it that were set aside, as rows of read_waste}, None where no table says.
+    """
     cost = cost or {}
     rows = group.rows
     policies = policy_order(rows["policy"].unique())
@@ -978,12 +1131,19 @@ def configs(group, partial=False, cost=None):
         lost = energy[~scored & np.isfinite(energy)]
         row["infra_j"] = float(lost.sum()) if len(lost) else (0.0 if count["unscored"] == 0 else None)
         row["setup_verifier_j"] = float(np.nansum(extra)) if np.isfinite(extra).any() else None
+        within = r["wasted_j"].to_numpy(float)[scored]
+        row["wasted_j"] = float(np.nansum(within)) if np.isfinite(within).any() else None
+        row |= set_aside(group, None if waste is None else waste[policy])
+        row |= waste_columns(row, r[~scored & ~(partial & r["planned_only"].to_numpy(bool))])
         goal = inverse(ratio_interval(success, spent)) if known else NOTHING
         row |= columns("energy_per_goal_j", goal)
         bound = None
         if known and n and success.sum() == 0:
             bound = per_trajectory.value / clopper_pearson_upper(0, int(n))
         row["energy_per_goal_lower_bound_j"] = bound
+        # Attempts of a task resemble each other, so tasks decide what may be concluded, as they do for intervals.
+        few = row["tasks"] < MIN_TASKS_T
+        row["energy_per_goal_basis"] = "goals" if goal.value is not None else None if bound is None else "too few tasks" if few else "bound"
         # Bounds over what the unscored runs might have been; one that left no energy is taken at the mean of its policy.
         if known and count["unscored"]:
             everything = float(spent.sum() + lost.sum() + (count["unscored"] - len(lost)) * per_trajectory.value)
@@ -1142,8 +1302,9 @@ def cutoff(group):
 CONFIG_COLUMNS = TABLE_KEYS + [
     *["policy", "planned", "n", "success", "fail", "unscored", "missing", "pending", "tasks", "no_energy", "success_rate"],
     *["success_rate_lo", "success_rate_hi", "energy_per_trajectory_j", "energy_per_trajectory_j_lo", "energy_per_trajectory_j_hi"],
-    *["spent_j", "infra_j", "setup_verifier_j", "energy_per_goal_j", "energy_per_goal_j_lo", "energy_per_goal_j_hi"],
-    *["energy_per_goal_lower_bound_j", "energy_per_goal_if_unscored_fail_j", "energy_per_goal_if_unscored_succeed_j", "interval"],
+    *["spent_j", "wasted_j", "infra_j", "setup_verifier_j", "set_aside", "set_aside_no_energy", "set_aside_j", "waste_j", "all_j"],
+    *["waste_share", "waste_no_energy", "energy_per_goal_j", "energy_per_goal_j_lo", "energy_per_goal_j_hi"],
+    *["energy_per_goal_basis", "energy_per_goal_lower_bound_j", "energy_per_goal_if_unscored_fail_j", "energy_per_goal_if_unscored_succeed_j", "interval"],
     *["reference_policy", "paired_tasks", "energy_difference_j", "energy_difference_j_lo", "energy_difference_j_hi"],
     *["energy_difference_j_p", "success_rate_difference", "success_rate_difference_lo", "success_rate_difference_hi"],
     *["success_rate_difference_p", "energy_per_goal_ratio", "energy_per_goal_ratio_lo", "energy_per_goal_ratio_hi"],
@@ -1195,19 +1356,25 @@ def write_csv(path, rows, first):
 
 
 def read_params(calib):
-    """params.json of the calibration, or None and why."""
+    """params.json of a calibration, given by its folder or path, and its SHA-256; (None, None) without one. Raises InputError."""
     if calib is None:
         return None, None
-    path = Path(calib) / "params.json"
+    path = Path(calib) if Path(calib).suffix == ".json" else Path(calib) / "params.json"
+    mend = f"03_calibrate.sh or calibrate.py --out-dir {path.parent} makes one; or leave --calib out"
     try:
-        found = json.loads(path.read_text(encoding="utf-8-sig"))
+        data = path.read_bytes()
+        found = json.loads(data.decode("utf-8-sig"))
     except FileNotFoundError:
-        return None, f"{path} is not there; the report says nothing on the calibration"
+        raise InputError(f"--calib {calib}: no {path}; {mend}") from None
     except (OSError, ValueError) as e:
-        raise InputError(f"{path}: cannot be read as JSON ({e}); rerun calibrate.py or leave --calib out") from None
-    if not isinstance(found, dict):
-        raise InputError(f"{path}: found {type(found).__name__}, expected an object as calibrate.py writes it")
-    return found, None
+        raise InputError(f"{path}: cannot be read as JSON ({e}); {mend}") from None
+    kinds = {"hardware": str, "model": str, "idle": dict, "energy": dict, "checks": list}
+    wrong = [k for k, kind in kinds.items() if not (isinstance(found, dict) and isinstance(found.get(k), kind))]
+    if not wrong and not all(isinstance(c, dict) and {"code", "severity", "text"} <= c.keys() for c in found["checks"]):
+        wrong = ["checks (a list of code, severity, text)"]
+    if wrong:
+        raise InputError(f"{path}: found no {', '.join(wrong)}, expected what calibrate.py of this version writes; {mend}")
+    return found, hashlib.sha256(data).hexdigest()
 
 
 # ------------------------------------------------------------------------------------------------------------- main
@@ -1219,7 +1386,13 @@ def fingerprint_of(path):
     return hashlib.sha256("\n".join(sorted(set(text.strip("\n").split("\n")))).encode()).hexdigest()
 
 
-def evaluate(trials_path, out, plan_path=None, calib=None, partial=False, cost=None, formats=()):
+def find_waste(plan_path, waste_path):
+    """Where the waste is told: what was given, else waste.csv beside the folder of the plan; None where there is none."""
+    beside = Path(plan_path).resolve().parent.parent / "waste.csv" if plan_path else None
+    return waste_path or (beside if beside and beside.exists() else None)
+
+
+def evaluate(trials_path, out, plan_path=None, calib=None, partial=False, cost=None, formats=(), waste_path=None):
     """Evaluate the table, write every file to `out`, and return what the terminal summary needs. Raises InputError."""
     trials, notes = read_trials(trials_path)
     if plan_path:
@@ -1228,10 +1401,19 @@ def evaluate(trials_path, out, plan_path=None, calib=None, partial=False, cost=N
         notes += more + extra
     else:
         notes.append("No plan was given: runs that left no row at all cannot be counted.")
-    params, problem = read_params(calib)
-    notes += [problem] if problem else []
+    waste_path, waste = find_waste(plan_path, waste_path), None
+    if waste_path:
+        waste, more = read_waste(waste_path)
+        notes += more
+    else:
+        notes.append("No waste.csv was given or found beside the plan's folder: what attempts used that were set aside is not known.")
+    params, sha256 = read_params(calib)
+    if params and not (trials["calib_sha256"] == sha256).any() and (trials["calib_sha256"] != "").any():
+        notes.append(f"The calibration given (SHA-256 {sha256[:12]}…) is none that the table was made with; what is said of it may not hold here.")
     groups, extra = split_groups(trials)
     notes += extra
+    if waste is not None:
+        waste = share_waste(waste, groups)
     out = Path(out)
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -1240,9 +1422,13 @@ def evaluate(trials_path, out, plan_path=None, calib=None, partial=False, cost=N
     report.remove_figures_of_groups(out)
     results = []
     for number, group in enumerate(groups, 1):
+        aside = None
+        if waste is not None:
+            aside = {p: waste[np.array([run == (number - 1, p) for run in waste["run"]], bool)] for p in group.rows["policy"].unique()}
         predictors, paired, kept = rq1(group) if len(group.scored) else ([], [], {})
         r = {"group": group, "predictors": predictors, "paired": paired, "shares": rq2(group)}
-        r |= {"configs": configs(group, partial, cost), "retry": retry_budget(group), "cutoff": cutoff(group)}
+        r |= {"configs": configs(group, partial, cost, aside), "retry": retry_budget(group), "cutoff": cutoff(group)}
+        r["reasons"] = reasons(group, partial, aside)
         r["figures"] = report.draw_all(r, number, kept, out, formats)
         results.append(r)
     for name, key, first in (
@@ -1254,21 +1440,27 @@ def evaluate(trials_path, out, plan_path=None, calib=None, partial=False, cost=N
         ("energy_cutoff", "cutoff", CUTOFF_COLUMNS),
     ):
         write_csv(out / f"{name}.csv", [row for r in results for row in r[key]], first)
-    summary = {"schema": 1, "fingerprint": fingerprint_of(trials_path), "notes": notes, "groups": []}
+    summary = {"schema": 1, "fingerprint": fingerprint_of(trials_path), "notes": notes}
+    summary["calibration_checks"] = [{k: c[k] for k in ("code", "severity", "text")} for c in params["checks"]] if params else None
+    summary |= {"set_aside": None if waste is None else waste_totals(waste), "groups": []}
     for r in results:
-        c, g = report.closure(r["group"]), r["group"]
+        g = r["group"]
         entry = {**g.key, "group": g.name, "trajectories": len(g.scored), "tasks": int(g.scored["task"].nunique())}
         entry |= {"shares": {k: plain(v) for k, v in (report.overall_shares(r["shares"]) or {}).items()}}
-        entry |= {
-            "closure_model_above_idle_median": plain(c[0]) if c else None,
-            "closure_model_above_idle_median_abs": plain(c[1]) if c else None,
-        }
+        for of in report.CLOSURES:
+            for which, stalled in (("", True), ("_without_stalled_calls", False)):
+                c = report.closure(g, of, stalled)
+                entry |= {f"closure_{of}{which}_{k}": plain(getattr(c, k, None)) for k in ("median", "median_abs", "mean_abs")}
+                entry[f"closure_{of}{which}_n"] = c.n if c else 0
+        entry["stalled_call"], entry["requested_durations"] = int(report.flagged(g.rows, report.STALLED).sum()), report.requested(g)
+        entry["outcome_differs"], entry["idle_w"] = report.outcome_differs(g), report.idle_powers(g)
+        entry["waste"] = {c: plain(v) for c, v in report.waste_of(r["configs"]).items()} | {"reasons": r["reasons"]}
         entry["configs"] = [{k: plain(v) for k, v in row.items()} for row in r["configs"]]
         summary["groups"].append(entry)
     write_atomic(out / "summary.json", json.dumps(summary, indent=1, allow_nan=False, ensure_ascii=False) + "\n")
-    page = report.build_report(results, notes, params, cost or {}, summary["fingerprint"], Path(trials_path).name)
+    page = report.build_report(results, notes, params, cost or {}, summary, Path(trials_path).name)
     write_atomic(out / "report.html", page)
-    return results, notes
+    return results, notes, params
 
 
 def main(argv=None):
@@ -1277,7 +1469,8 @@ def main(argv=None):
     parser.add_argument("--out", required=True, type=Path, help="folder for tables, figures and report.html")
     parser.add_argument("--plan", type=Path, help="plan.csv of the batch: planned runs without a row count as unscored")
     parser.add_argument("--partial", action="store_true", help="the batch still runs: planned runs without a row are pending, not unscored")
-    parser.add_argument("--calib", type=Path, help="folder with params.json, for the text on the method")
+    parser.add_argument("--waste", type=Path, help="waste.csv of the batch (default: beside the folder of the plan, where there is one)")
+    parser.add_argument("--calib", type=Path, help="folder with params.json, for the text on the method and its warnings")
     parser.add_argument("--carbon", type=float, help="grams of CO2 per kWh, adds carbon columns")
     parser.add_argument("--price", type=float, help="price of a kWh, adds price columns")
     parser.add_argument(
@@ -1299,14 +1492,14 @@ def main(argv=None):
     if cost:
         cost["pue"] = args.pue
     try:
-        results, notes = evaluate(args.trials, args.out, args.plan, args.calib, args.partial, cost, args.format)
+        results, notes, params = evaluate(args.trials, args.out, args.plan, args.calib, args.partial, cost, args.format, args.waste)
     except InputError as e:
         print(f"evaluate.py: {e}", file=sys.stderr)
         return 2
     except OSError as e:
         print(f"evaluate.py: {e.filename or args.out}: {e.strerror or e}", file=sys.stderr)
         return 1
-    print(report.terminal_summary(results, notes, args.out))
+    print(report.terminal_summary(results, notes, params, args.out))
     return 0
 
 

@@ -1,6 +1,6 @@
 """What a person reads of an evaluation: numbers in words, the figures, report.html and the lines on the terminal.
 
-evaluate.py computes and calls this; nothing here computes a statistic. A `result` is what evaluate.py knows of one group of
+No program: evaluate.py computes and calls this; nothing here computes a statistic. A `result` is what evaluate.py knows of one group of
 trajectories that may be pooled: `group` (its key and rows) and the rows of each table, by name.
 """
 
@@ -10,11 +10,18 @@ import io
 import math
 import os
 import re
+import sys
 from pathlib import Path
 from string import Template
+from typing import NamedTuple
 
+if __name__ == "__main__":
+    print(__doc__.rstrip())
+    sys.exit(0 if {"-h", "--help"} & set(sys.argv) else 2)
 import numpy as np
 import pandas as pd
+
+from stages import csvfiles
 
 MIN_TASKS_T, MIN_TASKS_BOOTSTRAP = 5, 10  # fewer tasks: no interval; fewer: t instead of the bootstrap
 ALL_TASKS, ALL_POLICIES = "(all tasks)", "(all policies)"  # rows of rq2_shares.csv that pool
@@ -27,10 +34,7 @@ PHASES = ("model", "command", "waiting")
 
 def write_atomic(path, data):
     """Write text or bytes under a temporary name, then rename: a reader never sees half a file."""
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_bytes(data if isinstance(data, bytes) else data.encode())
-    os.replace(temporary, path)
+    csvfiles.put_whole(Path(path), lambda beside: beside.write_bytes(data if isinstance(data, bytes) else data.encode()))
 
 
 def joules(value, digits=3):
@@ -41,6 +45,13 @@ def joules(value, digits=3):
         if abs(value) >= limit * 0.9995 or limit == 0:
             return f"{significant(value / (limit or 1), digits)} {unit}"
     return "–"
+
+
+def joule_range(lo, hi, dash=" to "):
+    """'0.908 to 1.09 kJ': both in the unit of the larger one."""
+    high = joules(hi)
+    unit = high.rpartition(" ")[2]
+    return f"{significant(lo / {'J': 1, 'kJ': 1e3, 'MJ': 1e6}[unit])}{dash}{high}"
 
 
 def significant(value, digits=3):
@@ -71,6 +82,8 @@ def span(row, name, show):
         return ""
     if hi is None:
         return f"{show(lo)} or more"
+    if show is joules and lo is not None:
+        return joule_range(lo, hi)
     low, high = show(lo) if lo is not None else "0", show(hi)
     unit = high.rpartition(" ")[2]
     if low.endswith(f" {unit}"):  # 10 to 15 kJ rather than 10 kJ to 15 kJ
@@ -117,11 +130,81 @@ def policy_order(policies):
     return sorted(policies, key=lambda p: (p != "summarize-off", [int(x) if x.isdigit() else 0 for x in re.split(r"(\d+)", p)], p))
 
 
-def closure(group):
-    """Median, median size and number of the headline closure error; None without any."""
-    v = group.rows["closure_model_above_idle"].to_numpy(float)
-    v = v[np.isfinite(v)]
-    return (float(np.median(v)), float(np.median(np.abs(v))), len(v)) if len(v) else None
+def codes(flags):
+    """The flags of a row, one by one."""
+    return [c for c in re.split(r"[\s,;|]+", flags) if c]
+
+
+def flagged(rows, code):
+    """Which rows carry a flag of the alignment."""
+    known = {flags: code in codes(flags) for flags in set(rows["flags"])}  # few are different
+    return np.array([known[flags] for flags in rows["flags"]], bool)
+
+
+class Closure(NamedTuple):
+    """Closure errors of some trajectories: estimate / measurement - 1."""
+
+    median: float
+    median_abs: float
+    n: int
+    mean_abs: float
+
+
+CLOSURES = {  # column closure_* -> what it is the error of
+    "model_above_idle": "energy above idle of the model calls",
+    "time": "time of the model calls",
+    "total": "energy of the whole trajectory, its other time being known",
+}
+STALLED = "stalled_call"
+
+
+def closure(group, of="model_above_idle", stalled=True):
+    """A closure error of the group, without the trajectories that had a stalled call where `stalled` is False; None without any."""
+    v = group.rows[f"closure_{of}"].to_numpy(float)
+    v = v[np.isfinite(v)] if stalled else v[np.isfinite(v) & ~flagged(group.rows, STALLED)]
+    return Closure(float(np.median(v)), float(np.median(np.abs(v))), len(v), float(np.mean(np.abs(v)))) if len(v) else None
+
+
+def requested(group):
+    """In how many scored trajectories the time of commands is the time that the agent asked for, and of how many."""
+    s = group.scored
+    return {"trajectories": int((flagged(s, "requested_durations") | (s["split_source"] == "trajectory").to_numpy(bool)).sum()), "of": len(s)}
+
+
+def power_outside_calls(group):
+    """(mean GPU power during commands and waiting, idle power then) in W; None where it is unknown or the GPU was shared out."""
+    s = group.scored
+    found = s[[*(f"gpu_{p}_j" for p in PHASES[1:]), *(f"{p}_s" for p in PHASES[1:]), "idle_w"]].to_numpy(float)
+    found = found[np.isfinite(found).all(axis=1)]
+    seconds = found[:, 2:4].sum()
+    if "gpu" not in group.domains or (s["attribution"] == "shared").any() or not seconds > 0:
+        return None
+    return float(found[:, :2].sum() / seconds), float(found[:, 4] @ found[:, 2:4].sum(axis=1) / seconds)
+
+
+def outcome_differs(group):
+    """How many replays ended otherwise than their recording says, and of how many replays."""
+    replays = group.rows[group.rows["mode"] == "replay"]
+    return {"replays": len(replays), "differ": int(flagged(replays, "outcome_differs").sum())}
+
+
+def idle_powers(group):
+    """The idle power that was subtracted: [{source, runs, median_w, lowest_w, highest_w}], by where it comes from."""
+    r = group.rows[group.rows["idle_w"].notna()]
+    found = ((source, some["idle_w"].to_numpy(float)) for source, some in r.groupby("idle_source", sort=True))
+    return [
+        {"source": source or None, "runs": len(w), "median_w": float(np.median(w)), "lowest_w": float(w.min()), "highest_w": float(w.max())}
+        for source, w in found
+    ]
+
+
+WASTE_COLUMNS = ("set_aside", "set_aside_no_energy", "set_aside_j", "infra_j", "waste_j", "waste_no_energy", "wasted_j", "all_j")
+
+
+def waste_of(rows):
+    """The waste of all policies of a group: sums of what is known, None where nothing is."""
+    out = {c: sum(known) if (known := [r[c] for r in rows if r[c] is not None]) else None for c in WASTE_COLUMNS}
+    return out | {"waste_share": out["waste_j"] / out["all_j"] if out["waste_j"] is not None and out["all_j"] else None}
 
 
 def overall_shares(rows):
@@ -335,16 +418,17 @@ def draw_configs(plt, group, rows):
     rows = [r for r in rows if r["energy_per_trajectory_j"] is not None]
     if not rows:
         return None
-    height = 1.05 + 0.42 * len(rows)
+    height = 1.05 + 0.55 * len(rows)
     figure, ax = plt.subplots(figsize=(FIGURE_WIDTH, height))
     figure.stamp = stamp(group)
+    labels = []
     for i, r in enumerate(rows):
         for name, offset, marker, colour in (("energy_per_trajectory_j", -0.16, "o", GREY), ("energy_per_goal_j", 0.16, "D", BLUE)):
             value, lo, hi = r[name], r.get(f"{name}_lo"), r.get(f"{name}_hi")
             edge = "#5a6675" if colour == GREY else colour
             if value is None:
                 bound = r["energy_per_goal_lower_bound_j"]
-                if bound is not None:  # an arrow: no goal was accomplished, the cost is somewhere to the right
+                if r["energy_per_goal_basis"] == "bound":  # an arrow: no goal was accomplished, the cost is somewhere to the right
                     ax.annotate(
                         "", (bound * 1.35, i + offset), (bound, i + offset), arrowprops={"arrowstyle": "-|>", "color": BLUE, "lw": 1.2}
                     )
@@ -357,13 +441,14 @@ def draw_configs(plt, group, rows):
                 ax.annotate("", (1.35 * value, i + offset), (lo, i + offset), arrowprops={"arrowstyle": "-|>", "color": edge, "lw": 1.4, "shrinkA": 0})
                 ax.plot([1.35 * value], [i + offset], alpha=0)  # the axis has room for the arrow
             ax.plot([value], [i + offset], marker, markersize=5.5, markerfacecolor=colour, markeredgecolor=edge)
-            ax.annotate(
-                joules(value), (value, i + offset), (0, 5 if offset < 0 else -11), textcoords="offset points", fontsize=7, ha="center"
-            )
+            labels.append((value, i + offset, 5 if offset < 0 else -11))
     ax.set_yticks(range(len(rows)), [shorten(r["policy"], 18) for r in rows])
     ax.set_ylim(len(rows) - 0.45, -0.6)
     left, right = ax.get_xlim()
     ax.set_xlim(0, right + 0.08 * (right - left))
+    for x, y, above in labels:  # towards the middle, so that none runs over the axis or out of the figure
+        side = "left" if x < ax.get_xlim()[1] / 2 else "right"
+        ax.annotate(joules(x), (x, y), (-4 if side == "left" else 4, above), textcoords="offset points", fontsize=7, ha=side)
     ax.xaxis.set_major_formatter(lambda v, _: f"{v / 1000:g}")
     ax.locator_params(axis="x", nbins=6)
     ax.set_xlabel("energy, kJ")
@@ -468,36 +553,110 @@ def embed(path, alt, caption):
 
 def answer_goal(row):
     """One sentence on what a goal cost under a policy."""
-    policy = f"<code>{esc(row['policy'])}</code>"
+    under = f"Under <code>{esc(row['policy'])}</code>"
     attempts = row["success"] + row["fail"]
-    if row["energy_per_goal_j"] is not None:
-        ci = span(row, "energy_per_goal_j", joules)
-        ci = f"95 % interval {ci}, {plural(row['tasks'], 'task')}" if ci else f"no interval from {plural(row['tasks'], 'task')}"
+    succeeded = f"{row['success'] or 'none'} of {plural(attempts, 'scored attempt')} succeeded"
+    if attempts == 1:
+        succeeded = f"the only scored attempt {'succeeded' if row['success'] else 'failed'}"
+    basis, ci = row["energy_per_goal_basis"], span(row, "energy_per_goal_j", joules)
+    if basis == "goals" and not ci:
         return (
-            f"Under {policy} an accomplished goal took <strong>{joules(row['energy_per_goal_j'])}</strong> ({ci}); "
-            f"{row['success']} of {plural(attempts, 'scored attempt')} succeeded."
+            f"{under} {succeeded}: <strong>{joules(row['energy_per_goal_j'])}</strong> per accomplished goal on "
+            f"{'this task' if row['tasks'] == 1 else 'these tasks'} (no interval from {plural(row['tasks'], 'task')})."
         )
-    if row["energy_per_goal_lower_bound_j"] is not None:
-        tried = "the only scored attempt failed" if attempts == 1 else f"none of {attempts} scored attempts succeeded"
+    if basis == "goals":
         return (
-            f"Under {policy} {tried}: {joules(row['spent_j'])} were spent, and a goal costs "
+            f"{under} an accomplished goal took <strong>{joules(row['energy_per_goal_j'])}</strong> "
+            f"(95 % interval {ci}, {plural(row['tasks'], 'task')}); {succeeded}."
+        )
+    if basis == "bound":
+        return (
+            f"{under} {succeeded}: {joules(row['spent_j'])} were spent, and a goal costs "
             f"<strong>at least {joules(row['energy_per_goal_lower_bound_j'])}</strong> (with 95 % confidence)."
+        )
+    if basis == "too few tasks":
+        where = "" if attempts == 1 else f" on {plural(row['tasks'], 'task')}"
+        return (
+            f"{under} {succeeded} ({joules(row['spent_j'])} spent). What a goal costs <strong>cannot be said</strong> from "
+            f"{plural(attempts, 'attempt')}{where}; that takes {MIN_TASKS_T} tasks."
         )
     if attempts == 0:
         counts = f"{row['unscored']} unscored, {row['pending']} pending"
-        return f"Under {policy} no attempt could be scored ({counts}), so nothing is known about the energy of a goal."
-    return f"Under {policy} no scored attempt has a known energy."
+        return f"{under} no attempt could be scored ({counts}), so nothing is known about the energy of a goal."
+    return f"{under} no scored attempt has a known energy."
 
 
-def answer_shares(row):
+def answer_shares(group, row):
     if not row:
         return ""
     ci = span(row, "model_share", percent)
     ci = f" (95 % interval {ci})" if ci else ""
+    n = requested(group)
+    asked = f" (by the time that the agent asked for, in {n['trajectories']} of {plural(n['of'], 'trajectory')})" if n["trajectories"] else ""
     return (
         f"Model calls took <strong>{percent(row['model_share'])}</strong> of the energy{ci}, "
-        f"commands {percent(row['command_share'])}, waiting {percent(row['waiting_share'])}."
+        f"commands {percent(row['command_share'])}{asked}, waiting {percent(row['waiting_share'])}. {idle_share_words(group, row)}"
     )
+
+
+def idle_share_words(group, row):
+    """How much of the energy is drawn whether or not anything runs, and what commands and waiting are on the GPU; '' where it is unknown."""
+    if row.get("idle_share") is None:
+        return ""
+    ci = span(row, "idle_share", percent)
+    idle = [d.upper() for d in group.domains if d != "dram"]
+    text = f"<strong>{percent(row['idle_share'])}</strong> of the energy{f' (95 % interval {ci})' if ci else ''} is idle power times time: what the "
+    text += f"{' and '.join(idle)} {'draws' if len(idle) == 1 else 'draw'} though nothing runs."
+    power = power_outside_calls(group)
+    if power is None:
+        return text
+    there, base = power
+    if abs(there - base) < 0.05 * base:
+        return f"{text} GPU energy during commands and waiting is what the loaded, idle GPU draws ({there:.0f} W there, idle power {base:.0f} W)."
+    return f"{text} During commands and waiting the GPU drew {there:.0f} W, against an idle power of {base:.0f} W."
+
+
+def cpu_words(group):
+    """That totals lack the CPU; '' where they have it, or have nothing."""
+    if "cpu" in group.domains or not group.domains:
+        return ""
+    if set(group.rows["cpu_source"]) <= {"", "none"}:
+        return "CPU energy was not measured on this machine; it is not in these totals."
+    return "CPU energy is not in these totals."
+
+
+def share_notes(group):
+    """What must be known beside the shares, below their table."""
+    n = requested(group)
+    out = [cpu_words(group)]
+    if n["trajectories"]:
+        out.append(
+            f"In {n['trajectories']} of {plural(n['of'], 'trajectory')} the time of commands is the time that the agent asked for, not the time that "
+            "they took. How the energy outside model calls divides into commands and waiting rests on it; the share of model calls does not."
+        )
+    return tag("p", " ".join(filter(None, out))) if any(out) else ""
+
+
+def closure_words(c):
+    return f"median {signed_percent(c.median)}, median size {percent(c.median_abs, 1)}, {plural(c.n, 'trajectory')}"
+
+
+def stalled_words(group):
+    """How many trajectories had a call that stalled, and closure with and without them; '' where none had."""
+    rows = group.rows[~group.rows["planned_only"].to_numpy(bool)]
+    n = int(flagged(rows, STALLED).sum())
+    if not n:
+        return ""
+    text = (
+        f"{n} of {plural(len(rows), 'trajectory')} had a call that took over twice as long as the call model says, and over 1 s longer: kernels were "
+        "compiled, or the server was busy. They are in every result. Closure error with and without them: "
+    )
+    found = [(words, closure(group, of), closure(group, of, stalled=False)) for of, words in CLOSURES.items()]
+    return text + "; ".join(f"{words}, {short_closure(a)} with, {short_closure(b)} without" for words, a, b in found if a) + "."
+
+
+def short_closure(c):
+    return f"median {signed_percent(c.median)} and mean size {percent(c.mean_abs, 1)} (n = {c.n})" if c else "nothing (n = 0)"
 
 
 def answer_prediction(group, table, paired):
@@ -516,9 +675,36 @@ def answer_prediction(group, table, paired):
         if some:
             r = min(some, key=lambda r: (r["mape"], r["predictor"]))
             ci = span(r, "mape", percent)
-            best.append(f"{words} the best predictor ({esc(r['predictor'])}) is off by {percent(r['mape'])}{f' ({ci})' if ci else ''}")
+            known = ", its other time being known" if r["fitted"] == "no" else ""  # est_total_j has the measured time outside calls
+            best.append(f"{words} the best predictor ({esc(r['predictor'])}{known}) is off by {percent(r['mape'])}{f' ({ci})' if ci else ''}")
     text = "; ".join(best)
     return f"{text[:1].upper()}{text[1:]}, on average over tasks that it has not seen." if text else ""
+
+
+MOST_WARNINGS = 3  # of the calibration at the top of the page and on the terminal
+
+
+def calibration_warnings(params):
+    """What the calibration itself warns of or refused, in its own words: first that it is no basis for estimates, then what was refused."""
+    found = [c for c in (params or {}).get("checks", ()) if c["severity"] in ("refused", "warning")]
+    found.sort(key=lambda c: (c["code"] != "accuracy", c["severity"] != "refused"))
+    return [without_folders(c["text"]) for c in found]
+
+
+def calibration_notice(params):
+    """The calibration's own warnings, for the top of the page."""
+    found = calibration_warnings(params)
+    if not found:
+        return ""
+    words = "<strong>The calibration itself warns.</strong> Estimates from tokens and all energy above idle rest on it; totals do not."
+    more = tag("p", f"{plural(len(found) - MOST_WARNINGS, 'more warning')}: under “How it was measured”.") if len(found) > MOST_WARNINGS else ""
+    return f'<div class="notice">{tag("p", words)}{tag("ul", "".join(tag("li", esc(t)) for t in found[:MOST_WARNINGS]))}{more}</div>'
+
+
+def differs_words(group):
+    """'3 of 16 replays ended otherwise than their recording says', or '' where none did."""
+    n = outcome_differs(group)
+    return f"{n['differ']} of {plural(n['replays'], 'replay')} ended otherwise than the recording says" if n["differ"] else ""
 
 
 def notice(group):
@@ -537,10 +723,16 @@ def notice(group):
             f"<strong>Replayed trajectories.</strong> The agent's replies come from recordings{origin}. Energy and time are of this "
             "machine; outcomes are those of the recordings."
         )
-    if source not in ("measured", ""):
+    if differs_words(group):
         out.append(
-            f"<strong>Estimated energy.</strong> {esc(source[:1].upper() + source[1:])}: where no energy counter was readable, joules are busy "
-            "time times a stated power. Differences between rows are then differences in processor time."
+            f"<strong>Outcomes differ.</strong> {differs_words(group)} (flag <code>outcome_differs</code>): the same commands did something else "
+            "here. What counts is what happened here, not what the recording says."
+        )
+    if source not in ("measured", ""):
+        part = "No energy counter was readable" if source == "estimated" else f"{esc(source[:1].upper() + source[1:])}"
+        out.append(
+            f"<strong>Estimated energy.</strong> {part}: joules that are estimated are busy time times a stated power. Differences between "
+            "rows are then differences in processor time."
         )
     return f'<div class="notice">{"".join(tag("p", t) for t in out)}</div>' if out else ""
 
@@ -556,7 +748,9 @@ def config_table(group, rows, cost):
         outcomes = f"{r['success']} / {r['fail']} / {r['unscored']}" + (f" + {r['pending']} pending" if r["pending"] else "")
         goal = with_span(joules(r["energy_per_goal_j"]), span(r, "energy_per_goal_j", joules))
         if r["energy_per_goal_j"] is None and r["energy_per_goal_lower_bound_j"] is not None:
-            goal = with_span(f"≥ {joules(r['energy_per_goal_lower_bound_j'])}", f"{joules(r['spent_j'])} spent")
+            few = f"; fewer than {MIN_TASKS_T} tasks: no conclusion" if r["energy_per_goal_basis"] == "too few tasks" else ""
+            tried = f"0 of {plural(r['fail'], 'attempt')}, {joules(r['spent_j'])} spent{few}"
+            goal = with_span(f"≥ {joules(r['energy_per_goal_lower_bound_j'])}", tried)
         cells = [esc(r["policy"]), str(r["planned"]), outcomes]
         cells.append(with_span(percent(r["success_rate"]), span(r, "success_rate", percent)))
         cells += [with_span(joules(r["energy_per_trajectory_j"]), span(r, "energy_per_trajectory_j", joules)), goal]
@@ -574,6 +768,7 @@ def difference_sentences(group, rows):
         if r.get("paired_tasks"):
             ci = span(r, "energy_difference_j", signed_joules)
             ci = f" (95 % interval {ci}; sign-flip p = {r['energy_difference_j_p']:.2g})" if ci else " (too few tasks for an interval)"
+            ci += ", each task counting once (the means of the table count each trajectory once)"
             text = (
                 f"On the {plural(r['paired_tasks'], 'task')} that both have, a trajectory under <code>{esc(r['policy'])}</code> took "
                 f"{signed_joules(r['energy_difference_j'])} against <code>{esc(r['reference_policy'])}</code>{ci}"
@@ -587,8 +782,66 @@ def difference_sentences(group, rows):
     return "".join(out)
 
 
+def signed_percent(v):
+    return f"{100 * v:+.1f} %".replace("-", "−")
+
+
 def signed_joules(v):
     return ("+" if v > 0 else "−" if v < 0 else "") + joules(abs(v))
+
+
+def without_folders(text):
+    """Whose folders they were is nobody's business."""
+    return re.sub(r"(?<!\S)/(?:[^\s/]+/)+", "", text)
+
+
+ASIDE_WORDS = {  # reasons of waste.csv; every other one is a failure of the infrastructure
+    "stopped before its end": "stopped before its end (killed or interrupted)",
+    "measured, then set aside": "measured, then set aside by the user",
+    "": "reason not recorded",
+}
+
+
+def by_reason(counts, words):
+    """': 2 × stopped before its end, 1 × failed (server down)', the commonest first; '' without any."""
+    ranked = sorted(counts.items(), key=lambda x: (-x[1], x[0]))
+    said = [f"{n} × {words(reason)}" for reason, n in ranked[:4]]
+    said += [f"{rest} × other reasons"] if (rest := sum(n for _, n in ranked[4:])) else []
+    return f": {', '.join(said)}" if said else ""
+
+
+def waste_section(group, rows, reasons):
+    """Energy that bought nothing: a sentence and a table, per policy."""
+    total = waste_of(rows)
+    if total["set_aside"] is None:
+        unknown = "What attempts used that were set aside is not known: no table of them was given (<code>--waste</code>)."
+        within = f" Calls that failed, were aborted or repeated took {joules(total['wasted_j'])} inside scored attempts." if total["wasted_j"] else ""
+        return tag("p", unknown + within)
+    text = esc(waste_words(total, sum(r["unscored"] for r in rows), reasons))
+    body = []
+    for r in rows:
+        aside = f"{r['set_aside']}" + (f" (energy of {r['set_aside_no_energy']} unknown)" if r["set_aside_no_energy"] else "")
+        share = with_span(joules(r["waste_j"]), f"{percent(r['waste_share'])} of {joules(r['all_j'])}" if r["waste_share"] is not None else "")
+        body.append([esc(r["policy"]), with_span(joules(r["set_aside_j"]), f"attempts: {aside}")])
+        body[-1] += [with_span(joules(r["infra_j"]), f"runs: {r['unscored']}"), share, joules(r["wasted_j"])]
+    domains = esc(group.key["total_domains"] or "none")
+    caption = f"Energy of attempts set aside and of unscored runs per context policy ({esc(source_words(group))}, domains {domains})."
+    head = ["policy", "set aside", "unscored runs", "waste, of all energy", "failed calls inside scored attempts"]
+    return tag("p", text) + html_table(caption, head, body, "stack")
+
+
+def waste_words(total, unscored, reasons):
+    """One sentence on the energy of what was set aside or stayed unscored; `reasons` {set_aside, unscored}: {reason: attempts}."""
+    if total["set_aside"] == unscored == 0:
+        return "No attempt was set aside, and no run stayed unscored."
+    aside = by_reason(reasons["set_aside"], lambda r: ASIDE_WORDS.get(r) or f"failed ({shorten(without_folders(r), 60)})")
+    left = by_reason(reasons["unscored"], lambda r: r.replace("_", " ") or "reason not recorded")
+    counts = f"{plural(total['set_aside'], 'attempt')} set aside{aside}; {plural(unscored, 'unscored run')}{left}"
+    if total["waste_j"] is None:
+        return f"Of what was set aside or stayed unscored no energy is known ({counts})."
+    least = "at least " if total["waste_no_energy"] else ""
+    share = f"{percent(total['waste_share'])} of all energy, {joules(total['all_j'])}"
+    return f"What was set aside or stayed unscored took {least}{joules(total['waste_j'])} ({counts}), {share}."
 
 
 def share_table(group, rows):
@@ -610,7 +863,7 @@ def predictor_table(group, table):
     rows = [r for r in table if r["target"] == "total_j"]
 
     def cells(r, note=""):
-        name = f"{esc(r['predictor'])}<small>{note or ('not fitted' if r['fitted'] == 'no' else r['fitted'])}</small>"
+        name = f"{esc(r['predictor'])}<small>{note or ('not fitted; its other time being known' if r['fitted'] == 'no' else r['fitted'])}</small>"
         if r.get("mape") is None:
             return [name, "0", "not scored", "–", "–", "–"]
         ape = with_span(percent(r["mape"], 1), span(r, "mape", lambda v: percent(v, 1)))
@@ -719,38 +972,74 @@ def span_of_dates(group):
     return days[0] if days[0] == days[-1] else " to ".join(days)
 
 
+def profile_name(profile):
+    """A profile given as a path, by its name."""
+    return Path(profile).name.removesuffix(".sh")
+
+
+def model_words(model):
+    """The model, with what only its name says: servers take random weights for timing, and such a model can do nothing."""
+    return f"{model} (its weights are random)" if model.endswith("-random") else model
+
+
 def values_of(group, column):
     return sorted({v for v in group.rows[column] if v})
+
+
+SPLIT_WORDS = {
+    "recording": "the terminal's recording",
+    "agent_log": "the agent's own log",
+    "trajectory": "the waits that the agent asked for",
+    "calls": "calls alone (commands count as waiting)",
+}
+
+
+def idle_words(group):
+    """'89.1 W (of the calibration; 12 runs)', a range where it differs between runs."""
+    words = {"calibration": "of the calibration", "batch": "the calibration's, moved to the batch's own baseline", None: "source not stated"}
+    out = []
+    for p in idle_powers(group):
+        watts = significant(p["median_w"])
+        if significant(p["lowest_w"]) != significant(p["highest_w"]):
+            watts = f"{significant(p['lowest_w'])} to {significant(p['highest_w'])}"
+        out.append(f"{watts} W ({words[p['source']]}; {plural(p['runs'], 'run')})")
+    return ", ".join(out)
 
 
 def method_list(group, params, cost):
     """The facts of the method section as a definition list."""
     key, r = group.key, group.rows
     recordings = sorted({v.split("@")[0] for v in values_of(group, "recording")})
+    harbor = ", ".join(values_of(group, "harbor"))
     counters = [", ".join(v for v in values_of(group, f"{d}_source") if v != "none") if d in group.domains else "" for d in ("gpu", "cpu")]
-    c = closure(group)
     pairs = [
-        ("model, hardware", " on ".join(x for x in (key["model"], key["hardware"]) if x)),
-        ("agent", ", ".join(x for x in (key["agent"], key["profile"] and f"profile {key['profile']}") if x)),
+        ("model, hardware", " on ".join(x for x in (model_words(key["model"]), key["hardware"]) if x)),
+        ("agent", ", ".join(x for x in (key["agent"], key["profile"] and f"profile {profile_name(key['profile'])}") if x)),
+        ("model server, harness", " and ".join(x for x in (", ".join(values_of(group, "server")), harbor and f"Harbor {harbor}") if x)),
         ("behaviour", behaviour_words(group) + (f" ({', '.join(recordings[:12])})" if recordings else "")),
-        ("energy", f"{source_words(group)}; domains {key['total_domains'] or 'none'}"),
+        ("energy", f"{key['source'] or 'none'}; domains {key['total_domains'] or 'none'}"),
         ("source of GPU energy", counters[0]),
         ("source of CPU energy", counters[1]),
-        ("phases told apart by", ", ".join(values_of(group, "split_source"))),
+        ("phases told apart by", ", ".join(SPLIT_WORDS[v] for v in values_of(group, "split_source"))),
         ("run on", span_of_dates(group)),
         ("size", f"{plural(len(group.scored), 'scored trajectory')}, {plural(r['task'].nunique(), 'task')}"),
         ("trajectories at a time", key["concurrency"]),
+        ("idle power subtracted", idle_words(group)),
+        ("calibration in force", ", ".join(f"params.json with SHA-256 {v[:12]}…" for v in values_of(group, "calib_sha256"))),
         *(calibration_words(params) if params else ()),
     ]
-    if c:
-        text = f"median {100 * c[0]:+.1f} %, typical size {percent(c[1], 1)}, {plural(c[2], 'trajectory')}"
-        text += ": tokens and calibration against the model calls above idle"
-        pairs.append(("closure error", text))
+    against = "measured" if group.measured else "estimated from busy time"
+    for of, name, words in (("model_above_idle", "energy", f"energy above idle, against what was {against}"), ("time", "time", "time")):
+        if c := closure(group, of):
+            pairs.append((f"closure error, {name}", f"{closure_words(c)}: what tokens and calibration say of the model calls' {words}"))
+    pairs.append(("stalled calls", stalled_words(group)))
     if cost:
         rates = {"carbon": "g CO₂ per kWh", "price": "per kWh"}
         text = ", ".join(f"{cost[k]:g} {unit}" for k, unit in rates.items() if cost.get(k) is not None)
         pairs.append(("carbon and price", f"{text}, times a PUE of {cost['pue']:g}; energies are without it"))
-    return "<dl>" + "".join(f"<dt>{esc(k)}</dt><dd>{esc(str(v))}</dd>" for k, v in pairs if v) + "</dl>"
+    facts = "<dl>" + "".join(f"<dt>{esc(k)}</dt><dd>{esc(str(v))}</dd>" for k, v in pairs if v) + "</dl>"
+    warnings = "".join(tag("li", esc(t)) for t in calibration_warnings(params))
+    return facts + (f"<h3>What the calibration warns of</h3>{tag('ul', warnings)}" if warnings else "")
 
 
 def estimated_list(group):
@@ -762,10 +1051,30 @@ def estimated_list(group):
         items.append(f"Part of the joules ({esc(source)}): the estimated part is busy time times a stated power.")
     if any("nvml-power" in s for s in values_of(group, "gpu_source")):
         items.append("GPU energy is integrated from power readings, because the energy counter was not readable.")
-    items.append("The call model (closure error, and the predictor of that name): energy from token counts and the calibration.")
+    items.append(
+        "The call model (closure error, and the predictor of that name): energy from token counts and the calibration. As a predictor of a "
+        "trajectory's energy it is given the measured time outside model calls, times the idle power."
+    )
     if "dram" not in group.domains:
         items.append("Memory is not counted apart: no DRAM counter is part of these totals.")
+    items.append("Not measured at all: disk, network, fans, power supply, cooling." + (f" {cpu_words(group)}" if cpu_words(group) else ""))
+    if "cpu" in group.domains:
+        items.append("CPU counters include everything that ran on the machine, the measuring programs too.")
     return "".join(tag("li", i) for i in items)
+
+
+def counts_of(rows):
+    """Counts of runs over all policies."""
+    return {k: sum(row[k] for row in rows) for k in ("unscored", "missing", "pending", "no_energy", "planned")}
+
+
+def unscored_words(total):
+    gone = f", {total['missing']} of them left no row" if total["missing"] else ""
+    return f"{total['unscored']} of {total['planned']} planned runs are unscored{gone}"
+
+
+def pending_words(total):
+    return f"{total['pending']} of {total['planned']} planned runs are still to come"
 
 
 def caveats(group, rows, notes=()):
@@ -781,19 +1090,20 @@ def caveats(group, rows, notes=()):
         out.append(f"Tasks have between {per.min()} and {per.max()} scored attempts; those with more weigh more.")
     elif len(per) and per.max() == 1:
         out.append("One attempt per task and policy: luck and task cannot be told apart, and nothing can be said on retries.")
-    total = {k: sum(row[k] for row in rows) for k in ("unscored", "missing", "pending", "no_energy", "planned")}
+    total = counts_of(rows)
     if total["unscored"]:
-        gone = f", {total['missing']} of them left no row" if total["missing"] else ""
-        out.append(f"{total['unscored']} of {total['planned']} planned runs are unscored{gone}; the table bounds what they could change.")
+        out.append(f"{unscored_words(total)}; the table bounds what they could change.")
     if total["pending"]:
-        out.append(f"{total['pending']} of {total['planned']} planned runs are still to come: every number here is provisional.")
+        out.append(f"{pending_words(total)}: every number here is provisional.")
     if total["no_energy"]:
         out.append(f"{plural(total['no_energy'], 'scored run')} without energy: taken at the mean of the same task and policy.")
     c = closure(group)
     if c is None:
         out.append("There is no closure error: estimate and measurement were never both there.")
-    elif c[1] > 0.1:
-        out.append(f"The call model typically misses the model calls' energy above idle by {percent(c[1])}: its predictions are rough.")
+    elif c.median_abs > 0.1:
+        out.append(f"The call model typically misses the model calls' energy above idle by {percent(c.median_abs)}: its predictions are rough.")
+    if stalled_words(group):
+        out.append(stalled_words(group))
     low = int((s["coverage"].to_numpy(float) < 0.95).sum())
     if low:
         out.append(f"{plural(low, 'run')} with samples for less than 95 % of the time: totals hold, the split into phases is less sure.")
@@ -805,13 +1115,25 @@ def caveats(group, rows, notes=()):
         out.append(f"In {plural(off, 'run')} the parts do not add up to the total, or are missing; shares leave those parts out.")
     if len(values_of(group, "calib_sha256")) > 1:
         out.append("Rows rest on different calibrations: estimates from tokens are not of one kind.")
+    for column, words in (("server", "servers"), ("harbor", "versions of Harbor")):
+        if len(found := values_of(group, column)) > 1:
+            out.append(f"Rows come from different {words} ({esc(', '.join(found))}) and are taken together here.")
     if (r["attribution"] == "shared").any():
         out.append("Calls overlapped; their energy was shared out by calibrated power. Compare shares rather than joules.")
-    flags = pd.Series([code for text in r["flags"] for code in re.split(r"[\s,;|]+", text) if code], dtype=object).value_counts()
-    if len(flags):
-        listing = ", ".join(f"<code>{esc(k)}</code> ({v})" for k, v in sorted(flags.items(), key=lambda x: (-x[1], x[0]))[:12])
-        out.append(f"Flags raised by the alignment, with the number of trajectories: {listing}.")
-    return "".join(tag("li", i) for i in [*out, *map(esc, notes)])
+    return "".join(tag("li", i) for i in [*out, *map(esc, notes)]) + flag_items(r)
+
+
+def flag_items(rows):
+    """The flags that the alignment raised, with the number of trajectories and, where the table has them, in words."""
+    count, words = {}, {}
+    for flags, quality in zip(rows["flags"], rows["quality"], strict=True):
+        found, said = codes(flags), quality.split("; ")
+        words |= zip(found, said, strict=True) if len(found) == len(said) else ()
+        for code in found:
+            count[code] = count.get(code, 0) + 1
+    ranked = sorted(count.items(), key=lambda x: (-x[1], x[0]))[:12]
+    listing = (f"{n} × <code>{esc(k)}</code>{': ' if words.get(k) else ''}{esc(words.get(k, ''))}" for k, n in ranked)
+    return tag("li", f"Flags raised by the alignment:{tag('ul', ''.join(tag('li', x) for x in listing))}") if ranked else ""
 
 
 def unsplit(group):
@@ -827,37 +1149,63 @@ def unsplit(group):
 def other_section(result, cost):
     """A group that is not the largest, in short."""
     g = result["group"]
-    key = ", ".join(f"{k.replace('_', ' ')} {v}" for k, v in g.key.items() if v)
+    words = {"profile": profile_name, "model": model_words}
+    key = " · ".join(words.get(k, str)(v) for k, v in g.key.items() if v and k != "concurrency")
     parts = [f"<h2>Not pooled with the above: {esc(stamp(g))}</h2>", tag("p", esc(key), "kicker"), notice(g)]
     parts += [*(tag("p", answer_goal(r)) for r in result["configs"][:6]), config_table(g, result["configs"], cost)]
     parts.append(difference_sentences(g, result["configs"]))
     if result["shares"]:
-        parts += [tag("p", answer_shares(overall_shares(result["shares"]))), share_table(g, result["shares"])]
+        parts += [tag("p", answer_shares(g, overall_shares(result["shares"]))), share_table(g, result["shares"]), share_notes(g)]
+    parts += ["<h3>What was set aside or left unscored</h3>", waste_section(g, result["configs"], result["reasons"])]
     return "".join([*parts, "<h3>What to distrust about these</h3>", tag("ul", caveats(g, result["configs"]))])
+
+
+def interval(limits):
+    return f"; 95 % interval {limits}" if limits else ""
 
 
 def cards(first):
     """The three or four numbers that stand out."""
     g, rows, share, c = first["group"], first["configs"], overall_shares(first["shares"]), closure(first["group"])
     out = []
-    goals = sorted(r["energy_per_goal_j"] for r in rows if r["energy_per_goal_j"] is not None)
-    bounds = [r["energy_per_goal_lower_bound_j"] for r in rows if r["energy_per_goal_lower_bound_j"] is not None]
+    goals = [r for r in rows if r["energy_per_goal_basis"] == "goals"]
+    bounds = [r["energy_per_goal_lower_bound_j"] for r in rows if r["energy_per_goal_basis"] == "bound"]
     if goals:
-        low, high = joules(goals[0]), joules(goals[-1])
-        text = low if low == high else f"{low.split()[0] if low.split()[1] == high.split()[1] else low} – {high}"
-        out.append((text, "per accomplished goal" + (", by policy" if low != high else "")))
+        low, high = (f(r["energy_per_goal_j"] for r in goals) for f in (min, max))
+        same = joules(low) == joules(high)
+        tasks = max(r["tasks"] for r in goals)
+        words = "per accomplished goal" + ("" if same else ", by policy") + (f", on {plural(tasks, 'task')} only" if tasks < MIN_TASKS_T else "")
+        known = [(r["policy"], span(r, "energy_per_goal_j", joules)) for r in goals]
+        intervals = ", ".join((f"{policy}: " if len(goals) > 1 else "") + ci for policy, ci in known if ci)
+        out.append((joules(low) if same else joule_range(low, high, " – "), words + interval(intervals)))
     elif bounds:
-        out.append((f"≥ {joules(min(bounds))}", "per accomplished goal (none was)"))
+        out.append((f"≥ {joules(min(bounds))}", "per accomplished goal (none was), with 95 % confidence"))
+    elif n := sum(r["fail"] for r in rows if r["energy_per_goal_basis"] == "too few tasks"):
+        out.append(("not known", f"per accomplished goal: none was in {plural(n, 'attempt')}, on fewer than {MIN_TASKS_T} tasks"))
     if share:
         seconds = "" if share["total_s"] is None else f" of {share['total_s']:.0f} s"
-        out += [(joules(share["total_j"]), f"per trajectory{seconds}"), (percent(share["model_share"]), "of it in model calls")]
+        out.append((joules(share["total_j"]), f"per trajectory{seconds}, mean of {share['n']}{interval(span(share, 'total_j', joules))}"))
+        out.append((percent(share["model_share"]), f"of it in model calls{interval(span(share, 'model_share', percent))}"))
     if c:
         against = "measurement" if g.measured else "energy from busy time (circular)"
-        out.append((f"{100 * c[0]:+.1f} %", f"closure error: estimate from tokens against {against}, median of {c[2]}"))
+        out.append((signed_percent(c.median), f"closure error: estimate from tokens against {against}, median of {c.n}"))
     return "".join(f'<div class="card"><b>{esc(a)}</b><span>{esc(b)}</span></div>' for a, b in out)
 
 
-def build_report(results, notes, params, cost, fingerprint, source_name):
+def elsewhere(summary):
+    """Attempts set aside that belong to no run of the table: they are in no configuration, but in the total."""
+    found = summary["set_aside"]
+    if not found or not found["attempts"]:
+        return ""
+    kinds = (f"{joules(k['energy_j'])} {k['source']} ({k['total_domains']})" for k in found["by_source"] if k["energy_j"] is not None)
+    text = f"In all {plural(found['attempts'], 'attempt')} of this batch {'was' if found['attempts'] == 1 else 'were'} set aside: "
+    unknown = sum(k["without_energy"] for k in found["by_source"])
+    text += ", ".join([*kinds, *([f"energy of {unknown} unknown"] if unknown else [])])
+    n = found["of_no_run_in_the_table"]
+    return tag("p", esc(text + (f"; {plural(n, 'attempt')} of them of no run in the table." if n else ".")))
+
+
+def build_report(results, notes, params, cost, summary, source_name):
     """The whole page as text: the template with the largest group told in full, the others after it and by themselves."""
     first = results[0]
     g, figures, rows, share = first["group"], first["figures"], first["configs"], overall_shares(first["shares"])
@@ -867,10 +1215,10 @@ def build_report(results, notes, params, cost, fingerprint, source_name):
     prediction = answer_prediction(g, first["predictors"], first["paired"])
     fields = {
         "title": f"Trajoule: {esc(g.key['model'] or 'energy of agent trajectories')}",
-        "kicker": esc(" · ".join(x for x in (g.key["model"], g.key["hardware"], span_of_dates(g)) if x)),
-        "notice": notice(g),
+        "kicker": esc(" · ".join(x for x in (model_words(g.key["model"]), g.key["hardware"], span_of_dates(g)) if x)),
+        "notice": calibration_notice(params) + notice(g),
         "answer": " ".join(answer_goal(r) for r in rows[:4]),
-        "answer_more": " ".join(x for x in (answer_shares(share), prediction) if x),
+        "answer_more": " ".join(x for x in (answer_shares(g, share), prediction) if x),
         "cards": cards(first),
         "others_line": tag("p", esc(others), "kicker") if others else "",
         "shares_figure": embed(
@@ -885,12 +1233,15 @@ def build_report(results, notes, params, cost, fingerprint, source_name):
         ),
         "goal_table": config_table(g, rows, cost),
         "differences": difference_sentences(g, rows),
-        "share_table": share_table(g, first["shares"]) if share else tag("p", "No scored trajectory has a known energy."),
+        "share_table": tag("p", idle_share_words(g, share)) + share_table(g, first["shares"]) + share_notes(g)
+        if share
+        else tag("p", "No scored trajectory has a known energy."),
+        "waste": waste_section(g, rows, first["reasons"]) + elsewhere(summary),
         "prediction": tag("p", prediction),
         "scatter_figure": embed(
             figures.get("scatter"),
             "Predicted against actual energy of each trajectory",
-            "Each trajectory's energy as foretold without having seen its task; the band is ±20 %. Best predictor of each kind, and the call "
+            "Each trajectory's energy as foretold without having seen its task; the band is ±20&nbsp;%. Best predictor of each kind, and the call "
             "model. The kinds know different things and are not ranked.",
         ),
         "predictor_table": predictor_table(g, first["predictors"]) if first["predictors"] else "",
@@ -908,17 +1259,20 @@ def build_report(results, notes, params, cost, fingerprint, source_name):
         "caveats": caveats(g, rows, notes),
         "other_groups": "".join(other_section(r, cost) for r in results[1:]),
         "source": esc(source_name),
-        "fingerprint": fingerprint[:16],
+        "fingerprint": summary["fingerprint"][:16],
     }
     template = Template(Path(__file__).with_name("report_template.html").read_text(encoding="utf-8"))
     return template.substitute(fields)
 
 
-def terminal_summary(results, notes, out):
-    """The lines that end the program: joules, shares, energy per goal, closure, sources."""
-    lines = []
+def terminal_summary(results, notes, params, out):
+    """The lines that end the program: joules, shares, energy per goal, waste, closure, sources, and what warns of them."""
+    warnings = calibration_warnings(params)
+    lines = [f"calibration warns: {t}" for t in warnings[:MOST_WARNINGS]]
+    if len(warnings) > MOST_WARNINGS:
+        lines.append(f"calibration warns: {len(warnings) - MOST_WARNINGS} more, in the report")
     for r in results:
-        g, share, c = r["group"], overall_shares(r["shares"]), closure(r["group"])
+        g, share, total, asked = r["group"], overall_shares(r["shares"]), counts_of(r["configs"]), requested(r["group"])
         lines.append(
             f"{behaviour_words(g)}; {source_words(g)} ({g.key['total_domains'] or 'no domains'}); {g.key['model'] or 'model unknown'}"
         )
@@ -929,12 +1283,34 @@ def terminal_summary(results, notes, out):
             shares = ", ".join(f"{p} {percent(share[f'{p}_share'])}" for p in PHASES)
             ci = span(share, "model_share", percent)
             lines.append(f"  shares           {shares}{f' (model: {ci})' if ci else ''}")
+            if asked["trajectories"]:
+                of = plural(asked["of"], "trajectory")
+                lines.append(f"  note             command time is the time that the agent asked for, in {asked['trajectories']} of {of}")
+            if idle_share_words(g, share):
+                lines.append(f"  idle share       {re.sub('<[^>]*>', '', idle_share_words(g, share))}")
+        if cpu_words(g):
+            lines.append(f"  note             {cpu_words(g)}")
         for row in r["configs"]:
             lines.append(f"  energy per goal  {row['policy']}: " + html.unescape(re.sub("<[^>]*>", "", answer_goal(row))).split(" ", 2)[2])
-        if c:
-            lines.append(
-                f"  closure error    median {100 * c[0]:+.1f} %, size {percent(c[1], 1)}, {plural(c[2], 'trajectory')} (call model, above idle)"
-            )
+        waste = waste_of(r["configs"])
+        if waste["set_aside"] is not None:
+            lines.append(f"  waste            {waste_words(waste, total['unscored'], r['reasons'])}")
+        if idle_words(g):
+            lines.append(f"  idle power       {idle_words(g)}")
+        against = "measurement" if g.measured else "the estimate"
+        for of, words in (("model_above_idle", f"call model against {against}, model calls above idle"), ("time", "time of the model calls")):
+            if c := closure(g, of):
+                lines.append(f"  closure error    {closure_words(c)} ({words})")
+        if stalled_words(g):
+            n = int(flagged(g.rows, STALLED).sum())
+            lines.append(f"  note             {plural(n, 'trajectory')} with a stalled call (flag {STALLED}); the report has closure with and without")
+        if total["unscored"]:
+            hint = " (with --partial they are still to come, for a batch that runs)" if total["missing"] else ""
+            lines.append(f"  note             {unscored_words(total)}{hint}")
+        if total["pending"]:
+            lines.append(f"  note             {pending_words(total)}")
+        if differs_words(g):
+            lines.append(f"  note             {differs_words(g)} (flag outcome_differs)")
         if not g.measured:
             lines.append("  note             estimated from busy time: predictions from time or tokens are circular, nothing is claimed")
         if g.key["behaviour"] == "authored":

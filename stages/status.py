@@ -1,9 +1,10 @@
 """How a batch stands: one line, and a page that a phone can read. Written anew after every trial.
 
-    python stages/status.py --traj data/traj --waste data/waste.csv --out results/status.html
+    python stages/status.py --traj data/quickstart/traj --waste data/quickstart/waste.csv --out results/quickstart/status.html
 
 Energy is that of whole trials (set-up, agent, verifier), every counter that may be added. Waste is what attempts used that had to be set
-aside (traj_unfinished/ beside the trajectories: killed, or failed for infrastructure reasons); waste.csv has a row for each. The time left is
+aside (traj_unfinished/ beside the trajectories: killed, or failed for infrastructure reasons); waste.csv has a row for each, none when there
+was none, and keeps them when the folders are deleted. evaluate.py gives waste its place among all energy. The time left is
 the usual time between the ends of two trials times the trials left, so it holds for shards and concurrent trials too.
 """
 
@@ -20,6 +21,8 @@ from stages import csvfiles, plan  # noqa: E402
 
 WASTE = ["trajectory", "set_aside", "reason", "seconds", "energy_j", "domains", "sources"]
 
+ENTRY = {"t_end", "seconds", "joules", "domains", "sources"}  # of a trial in energy.json
+
 
 def used(folder):
     """(seconds, joules, domains, sources) of everything that was sampled in a trajectory's folder, an equal part of it when several ran at a
@@ -28,39 +31,81 @@ def used(folder):
 
     import energylib
 
-    trial = read_json(folder / "trial.json") or read_json(folder / "request.json") or {}
-    together = len((trial.get("shared") or {}).get("members") or [1])
+    trial = read_object(folder / "trial.json") or read_object(folder / "request.json") or {}
     try:
+        together = len((trial.get("shared") or {}).get("members") or [1])
         s = energylib.read_samples(folder / "samples.csv")
         domains = [d for d in s.total_domains if d in s.domains]
         span = np.array([s.t[0]]), np.array([s.t[-1]])
         joules = s.energy(*span).joules
         total = float(sum(joules[d][0] for d in domains)) / together
         return float(span[1][0] - span[0][0]), total if np.isfinite(total) and domains else None, "+".join(domains), "+".join(sorted(set(s.source.values())))
-    except (OSError, ValueError, IndexError):
+    except (OSError, ValueError, IndexError, AttributeError, TypeError):
         return None, None, "", ""
 
 
-def read_json(path):
+def read_object(path):
+    """The object of a JSON file, None without the file. What else stands there is said and left out: a page must not end a batch."""
     try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError:
         return None
+    except ValueError as e:
+        found = e
+    if isinstance(found, dict):
+        return found
+    what = f"no JSON ({found})" if isinstance(found, ValueError) else json.dumps(found)[:40]
+    print(f"status: {path}: found {what}, expected an object; left out", file=sys.stderr)
+    return None
+
+
+def read_trial(path):
+    """trial.json of a finished trial, None where there is none that can be counted."""
+    trial = read_object(path)
+    end, reward = (trial or {}).get("t_end"), (trial or {}).get("reward")
+    if trial and (not is_number(end or 0) or not is_number(reward or 0)):
+        print(f"status: {path}: found t_end {end!r:.40}, reward {reward!r:.40}, expected numbers or null; left out", file=sys.stderr)
+        return None
+    return trial
+
+
+def is_number(x):
+    return isinstance(x, int | float) and not isinstance(x, bool) and abs(x) < float("inf")
+
+
+def is_known(entry, trial):
+    """Is this what energy.json should say of that trial? Else its samples are read again."""
+    if not isinstance(entry, dict) or entry.keys() != ENTRY or entry["t_end"] != trial.get("t_end"):
+        return False
+    return all(entry[k] is None or is_number(entry[k]) for k in ("seconds", "joules")) and all(isinstance(entry[k], str) for k in ("domains", "sources"))
+
+
+def read_waste(table):
+    """Rows of waste.csv, none without the file. Raises ValueError for one that this program did not write."""
+    rows = csvfiles.read(table)
+    for number, r in enumerate(rows, 1):
+        if lacking := [c for c in WASTE if r.get(c) is None]:
+            raise ValueError(f"{table}: row {number}: no {', '.join(lacking)}; expected {','.join(WASTE)}; move the file away to have it made anew")
+        try:
+            if r["energy_j"] != "" and not 0 <= float(r["energy_j"]) < float("inf"):
+                raise ValueError
+        except ValueError:
+            raise ValueError(f"{table}: row {number}, energy_j: found '{r['energy_j']}', expected joules, 0 or more, or an empty cell") from None
+    return rows
 
 
 def wasted(unfinished, table):
-    """Rows of waste.csv, brought up to date: one per folder of `unfinished`. Folders never change, so known ones are not read again."""
-    known = {r["set_aside"]: r for r in csvfiles.read(table)}
+    """Rows of waste.csv, brought up to date: one per folder that is or was in `unfinished`. Folders never change: known ones are not read again."""
+    known = {r["set_aside"]: r for r in read_waste(table)}
     found = sorted(p.name for p in unfinished.glob("*") if p.is_dir()) if unfinished.exists() else []
     for name in found:
         if name not in known:
-            trial = read_json(unfinished / name / "trial.json")
+            trial = read_trial(unfinished / name / "trial.json")
             reason = (plan.infra_failure(trial) or "measured, then set aside") if trial else "stopped before its end"
             seconds, joules, domains, sources = used(unfinished / name)
             known[name] = dict(zip(WASTE, [name.rpartition(".")[0], name, reason, rounded(seconds), rounded(joules), domains, sources], strict=True))
-    if found:
-        csvfiles.write(table, WASTE, [known[n] for n in found])
-    return [known[n] for n in found]
+    csvfiles.write(table, WASTE, known.values())
+    return list(known.values())
 
 
 def rounded(x):
@@ -78,23 +123,24 @@ def spacing(ends):
 
 def look(traj, waste_table):
     """Everything that the line and the page say, as a dict."""
+    if not (traj / "plan.csv").exists():
+        raise ValueError(f"{traj}: no plan.csv in it; expected the folder of a batch's trajectories (06_run_batch.sh)")
     rows = plan.read_plan(traj / "plan.csv")
     cache_path = traj.parent / "batch" / "energy.json"
-    cache = read_json(cache_path) or {}
+    cache = read_object(cache_path) or {}
     trials, ends = [], []
     for r in rows:
-        name = "{}__{}__r{}".format(*plan.key(r))
-        trial = read_json(traj / name / "trial.json")
+        name = plan.name(r)
+        trial = read_trial(traj / name / "trial.json")
         if not trial:
             continue
-        stamp = f"{trial.get('t_end')}"
-        if cache.get(name, {}).get("t_end") != stamp:
+        if not is_known(cache.get(name), trial):
             seconds, joules, domains, sources = used(traj / name)
-            cache[name] = {"t_end": stamp, "seconds": seconds, "joules": joules, "domains": domains, "sources": sources}
+            cache[name] = {"t_end": trial.get("t_end"), "seconds": seconds, "joules": joules, "domains": domains, "sources": sources}
         if trial.get("t_end"):
             ends.append(trial["t_end"])
-        trials.append({"name": name, "t_end": trial.get("t_end"), "failure": plan.infra_failure(trial), "reward": trial.get("reward"),
-                       "exception": trial.get("exception"), **cache[name]} | {"t_end": trial.get("t_end")})  # fmt: skip
+        trials.append({"name": name, "failure": plan.infra_failure(trial), "reward": trial.get("reward"),
+                       "exception": trial.get("exception"), **cache[name]})  # fmt: skip
     csvfiles.replace(cache_path, lambda f: json.dump(cache, f, allow_nan=False))
     failed = [t for t in trials if t["failure"]]
     left = len(rows) - len(trials)
@@ -123,7 +169,7 @@ def source_words(sources):
 def line(b):
     text = f"{b['measured']} of {b['planned']} measured, {len(b['failed'])} failed, {b['left']} left; {joules(b['energy_j'])}{source_words(b['sources'])}"
     if b["waste"]:
-        text += f"; waste {joules(b['waste_j'])} in {len(b['waste'])} attempt(s) set aside"
+        text += f"; waste {joules(b['waste_j'])} in {len(b['waste'])} attempt{'s' * (len(b['waste']) != 1)} set aside"
     return text + (f"; about {duration(b['left_s'])} left" if b["left"] and b["left_s"] else "")
 
 
@@ -158,7 +204,7 @@ def page(b, title):
     tables += f"<h2>Last trials</h2><table>{cells(last)}</table>" if last else ""
     foot = f"Energy of whole trials{source_words(b['sources'])}. {time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime())}"
     if b["unknown"]:
-        foot += f" Without energy: {b['unknown']} trial(s)."
+        foot += f" Without energy: {b['unknown']} of {len(b['trials'])} trials."
     total = max(b["planned"], 1)
     return PAGE.format(title=html.escape(title), measured_pct=100 * b["measured"] / total, failed_pct=100 * len(b["failed"]) / total,
                        facts="".join(f"<div><dt>{k}</dt><dd>{v}</dd></div>" for k, v in facts.items()), tables=tables, foot=foot)  # fmt: skip
@@ -176,8 +222,11 @@ def main():
     except (OSError, ValueError) as e:
         print(f"status: {e}", file=sys.stderr)
         sys.exit(2)
-    if a.out:
-        csvfiles.replace(a.out, lambda f: f.write(page(b, a.title)))
+    try:
+        if a.out:
+            csvfiles.replace(a.out, lambda f: f.write(page(b, a.title)))
+    except OSError as e:
+        print(f"status: {a.out}: {e.strerror}; the page was not written", file=sys.stderr)
     print(line(b))
 
 

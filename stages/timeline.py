@@ -1,15 +1,24 @@
-"""What a person sees of one trajectory: a trace for Perfetto's UI, and a figure of power over time.
+"""What a person sees of one trajectory: a trace for Perfetto's UI, and a figure of power over time. align_trial.py draws them:
 
-align_trial.py computes and calls this. A `view` is what it knows of a trajectory: `row` (its line of the table), `seen` (calls and times),
-`commands`, `pieces` (the agent's execution cut at every moment that matters), `whole` (J per piece), `samples`, `domains`, `idle_w` and
-`energy_between(edges)`, joules per domain between successive times.
+    python align_trial.py data/traj/fix-git__summarize-off__r1 --calib results/calib --out results/trials.csv \\
+        --trace results/trace --timeline results/timeline
+
+This file is no program of its own. A `view` is what it knows of a trajectory: `row` (its line of the table), `seen` (calls and
+times), `commands`, `pieces` (the agent's execution cut at every moment that matters), `whole` (J per piece), `samples`, `domains`, `idle_w`
+and `energy_between(edges)`, joules per domain between successive times.
 """
 
+import argparse
 import json
 import math
-import os
+import sys
+import textwrap
+from pathlib import Path
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from stages import csvfiles  # noqa: E402
 
 
 def power_series(samples):
@@ -89,12 +98,9 @@ def write_trace(path, view):
     identity = ("trajectory", "task", "policy", "rep", "mode", "recording", "recording_source", "model", "hardware", "outcome")
     energy = ("total_s", "total_j", "total_domains", "gpu_source", "cpu_source", "attribution")
     other = {k: row[k] for k in identity + energy} | {"t_begin": zero}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     lines = ",\n".join(json.dumps(e, allow_nan=False, separators=(",", ":")) for e in events)
     head = json.dumps({"displayTimeUnit": "ms", "otherData": other}, allow_nan=False, indent=1)
-    part.write_text(head.removesuffix("\n}") + ',\n "traceEvents": [\n' + lines + "\n]}\n", encoding="utf-8")
-    os.replace(part, path)
+    csvfiles.replace(path, lambda f: f.write(head.removesuffix("\n}") + ',\n "traceEvents": [\n' + lines + "\n]}\n"))
 
 
 PHASE_COLOURS = {"model": "#0072b2", "command": "#e69f00", "waiting": "#bbbbbb"}  # Okabe-Ito; dark, middle and light in grey
@@ -117,7 +123,7 @@ def write_timeline(path, view, formats=()):
     if not groups:
         return
     a, b, label = pieces_with_names(view)
-    fig, axes = plt.subplots(len(groups), 2, figsize=(9, 1.2 + 1.9 * len(groups)), width_ratios=[4, 1], squeeze=False, layout="constrained")
+    fig, axes = plt.subplots(len(groups), 2, figsize=(9, 1.5 + 1.9 * len(groups)), width_ratios=[4, 1], squeeze=False, layout="constrained")
     edges = np.unique(np.r_[np.linspace(t0, t1, min(1200, max(2, int((t1 - t0) * 10)))), a, b])
     edges = edges[np.r_[True, np.diff(edges) > 1e-6]]
     energy = view["energy_between"](edges)
@@ -130,7 +136,7 @@ def write_timeline(path, view, formats=()):
             left.fill_between(x, np.r_[y, y[-1:]], step="post", color=colour, linewidth=0, label=name)
         idle = [view["idle_w"].get(d) for d in view["domains"][g]]
         if None not in idle:
-            left.axhline(sum(idle), color="black", linewidth=0.8, linestyle="--", label="loaded idle")
+            left.axhline(sum(idle), color="black", linewidth=0.8, linestyle="--", label="idle power subtracted")
         left.set_ylabel(f"{g.upper()} power (W)" + ("\nestimated" if row[f"{g}_source"] == "estimated" else ""))
         left.set_xlim(0, t1 - t0)
         left.set_ylim(bottom=0)
@@ -147,14 +153,22 @@ def write_timeline(path, view, formats=()):
             ax.spines[["top", "right"]].set_visible(False)
     axes[-1][0].set_xlabel("time since the agent started (s)")
     handles, names = axes[0][0].get_legend_handles_labels()
-    fig.legend(handles, names, loc="outside upper right", ncols=4, frameon=False, fontsize=8)
+    fig.legend(handles, names, loc="outside lower center", ncols=4, frameon=False, fontsize=8)  # a long title needs the top for itself
     total = row["total_j"]
     joules = "" if total is None else f", {three_digits(total / 1000)} kJ" if total >= 10_000 else f", {three_digits(total)} J"
     joules += f" ({row['total_domains']}{', share of a server in common' if row['attribution'] == 'shared' else ''})" if joules else ""
-    fig.suptitle(f"{row['trajectory']} ({behaviour(row)}): {row['outcome']}, {t1 - t0:.1f} s{joules}", x=0.01, ha="left", fontsize=9)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    title = f"{row['trajectory']} ({behaviour(row)}): {row['outcome']}, {t1 - t0:.1f} s{joules}"
+    fig.suptitle(textwrap.fill(title, 110), x=0.01, ha="left", fontsize=9)
     for f in dict.fromkeys(["png", *formats]):
-        part = path.with_name(f".{path.name}.{os.getpid()}.{f}")
-        fig.savefig(part, dpi=150)
-        os.replace(part, path.with_name(f"{path.name}.{f}"))
+        csvfiles.put_whole(path.with_name(f"{path.name}.{f}"), lambda beside: fig.savefig(beside, dpi=150))
     plt.close(fig)
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args(argv)
+    parser.error("nothing is drawn from here; align_trial.py --trace FOLDER --timeline FOLDER does")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

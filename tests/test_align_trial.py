@@ -3,10 +3,12 @@ the logging proxy; agent/events.jsonl in them is an independent clock (a Terminu
 Counters are made here, from stated powers, so that every joule is known."""
 
 import csv
+import importlib
 import itertools
 import json
 import math
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -216,6 +218,14 @@ def test_a_timeout_is_a_timeout_whatever_its_traceback_went_through(trial):
     path.write_text(json.dumps(result))
     row = at.align(folder)
     assert (row["outcome"], row["fail_reason"]) == ("fail", "agent_timeout")
+
+
+def test_a_replay_that_ends_otherwise_than_its_recording_says_is_flagged(trial):
+    folder = trial("plain", samples=False)
+    for expected, flagged in (("fail", True), ("success", False), (None, False)):
+        edit_trial(folder, recording={"name": "01-x", "source": "authored", "expected_outcome": expected})
+        row = at.align(folder)
+        assert row["outcome"] == "success" and ("outcome_differs" in codes(row)) == flagged
 
 
 def test_a_replay_that_does_not_fit_is_nobodys_fail(trial):
@@ -741,6 +751,7 @@ def test_closure_is_zero_when_the_model_is_right(trial, tmp_path):
     for k in ("closure_model_above_idle", "closure_model", "closure_total"):
         assert row[k] == pytest.approx(0, abs=0.01)
     assert "no_calibration" not in codes(row) and len(row["calib_sha256"]) == 64
+    assert (row["server"], row["harbor"]) == (info["server"]["version"] or info["server"]["kind"], info["harbor_version"])
     assert row["idle_quiet_w"] is None or row["idle_quiet_w"] == pytest.approx(IDLE, rel=0.01)
 
 
@@ -799,14 +810,40 @@ def test_closure_against_an_estimated_counter_is_circular(trial, tmp_path):
     assert row["est_domains"] == "cpu" and row["est_gpu_model_j"] is None and row["est_cpu_model_j"] > 0
 
 
-def test_without_calibration_there_are_no_estimates(trial, tmp_path, capsys):
+def test_without_calibration_there_are_no_estimates(trial, tmp_path):
     folder, out = trial("plain"), tmp_path / "t.csv"
-    for calib, flag in [([], "no_calibration"), (["--calib", str(tmp_path / "nowhere")], "calibration_unreadable")]:
-        assert at.main([str(folder), "--out", str(out), *calib]) == 0
-        row = read_rows(out)[0]
-        assert flag in row["flags"] and row["total_j"] and row["model_s"]
-        assert not any(row[k] for k in at.COLUMNS if k.startswith(("est_", "closure_")) or "above_idle" in k or k.endswith("idle_j"))
-    assert "nowhere" in capsys.readouterr().err
+    assert at.main([str(folder), "--out", str(out)]) == 0
+    row = read_rows(out)[0]
+    assert "no_calibration" in row["flags"] and row["total_j"] and row["model_s"]
+    assert not any(row[k] for k in at.COLUMNS if k.startswith(("est_", "closure_")) or "above_idle" in k or k.endswith("idle_j"))
+
+
+def test_what_is_named_on_the_command_line_must_be_there_and_make_sense(trial, tmp_path, capsys):
+    folder, out = trial("plain"), tmp_path / "t.csv"
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty/params.json").write_text("{}")
+    (tmp_path / "file").write_text("")
+    for option, value, said in (
+        ("--calib", "nowhere", "03_calibrate.sh"),
+        ("--calib", "empty", "run calibrate.py again"),
+        ("--timeline", "file", "is in the way"),
+        ("--trace", "file/below", "is in the way"),
+    ):
+        assert at.main([str(folder), "--out", str(out), option, str(tmp_path / value)]) == 2
+        err = capsys.readouterr().err
+        assert f"{option} " in err and said in err and err.count("\n") == 1 and not out.exists()
+    for wrong in (["--jobs", "0"], ["--jobs", "x"], ["--format", "pdf"]):
+        with pytest.raises(SystemExit) as e:
+            at.main([str(folder), "--out", str(out), *wrong])
+        assert e.value.code == 2 and wrong[0] in capsys.readouterr().err
+
+
+def test_a_damaged_waste_table_does_not_cost_the_rows(trial, tmp_path, capsys):
+    (tmp_path / "data/traj").mkdir(parents=True)
+    folder, out = shutil.move(trial("plain"), tmp_path / "data/traj/plain"), tmp_path / "t.csv"
+    (tmp_path / "data/waste.csv").write_text("a,b\n1,2\n")
+    assert at.main([str(folder), "--out", str(out)]) == 0 and len(read_rows(out)) == 1
+    assert "waste.csv: row 1: no trajectory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("other", [{"hardware": "8x Other GPU"}, {"model": "other-model"}])
@@ -819,6 +856,63 @@ def test_calibration_of_another_machine_or_model_is_refused(trial, tmp_path, cap
     assert not out.exists()
     assert at.main([*command, "--allow-other-calibration"]) == 0
     assert "calibration_other" in read_rows(out)[0]["flags"]
+
+
+def test_the_number_of_cpus_matters_only_where_their_energy_was_measured(trial):
+    for cpu, fits in ((None, True), ("rapl", False)):
+        folder = trial("plain", cpu=cpu)
+        edit_trial(folder, hardware="1x NVIDIA H200; Xeon (32 logical CPUs)")
+        said = at.mismatch(params(hardware="1x NVIDIA H200; Xeon (16 logical CPUs)"), at.read_json(folder / "trial.json")[0], folder)
+        assert (said == (None, False)) is fits
+        shutil.rmtree(folder)
+
+
+def test_a_call_that_waited_for_something_is_flagged(trial, tmp_path):
+    folder, calib = trial("plain"), at.load_calibration(calibration(tmp_path))
+    assert "stalled_call" not in codes(at.align(folder, calib))
+    records = read_log(folder)
+    records[0]["t_start"] -= 1.0  # 1.4 s, where the call model says 0.46 s
+    write_log(folder, records)
+    assert "stalled_call" not in codes(at.align(folder, calib))
+    records[0]["t_start"] -= 0.2
+    write_log(folder, records)
+    assert "stalled_call" in codes(at.align(folder, calib))
+
+
+@pytest.mark.parametrize(
+    ("text", "flag", "status"),
+    [(None, "sidecar_missing", "missing"), ("", "sidecar_damaged", "empty"), ('{"counters": {"gpu', "sidecar_damaged", "damaged"),
+     ("[1]", "sidecar_damaged", "damaged"), ('{"counters": {"gpu0_mj": 3}}', "sidecar_damaged", "damaged")],
+)  # fmt: skip
+def test_a_sidecar_that_is_gone_or_broken_is_named_and_costs_nothing_else(trial, tmp_path, capsys, text, flag, status):
+    folder, out = trial("plain", cpu=None), tmp_path / "t.csv"
+    calib = str(calibration(tmp_path, cpu=False, hardware="Test GPU; Xeon (16 logical CPUs)"))
+    edit_trial(folder, hardware="Test GPU; Xeon (32 logical CPUs)")
+    whole = at.align(folder, at.load_calibration(calib))
+    if text is None:
+        (folder / "samples.meta.json").unlink()
+    else:
+        (folder / "samples.meta.json").write_text(text)
+    for known in ("Test GPU; Xeon (32 logical CPUs)", "unknown"):  # as a trial without the sidecar says
+        edit_trial(folder, hardware=known)
+        assert at.main([str(folder), "--out", str(out), "--calib", calib, "--jobs", "1"]) == 0
+        err = capsys.readouterr().err
+        assert f"{folder}/samples.meta.json: {status}; energy is computed without" in err and "does not fit" not in err
+        flags = read_rows(out)[0]["flags"].split(";")
+        assert flag in flags and "calibration_other" not in flags and ("calibration_unchecked" in flags) is (known == "unknown")
+        assert float(read_rows(out)[0]["gpu_total_j"]) == pytest.approx(whole["gpu_total_j"], rel=1e-6)
+
+
+@pytest.mark.parametrize("option", ["--trace", "--timeline"])
+def test_a_view_on_a_full_disk_is_one_line_and_leaves_nothing(trial, tmp_path, option, repo):
+    importlib.import_module("matplotlib.font_manager")  # writes its cache, once for a user; said in a line of its own where it cannot
+    folder, out, views = trial("plain"), tmp_path / "t.csv", tmp_path / "views"
+    command = [sys.executable, "align_trial.py", folder, "--out", out, "--jobs", "1", option, views]
+    r = subprocess.run(command, cwd=repo, capture_output=True, text=True, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (900, 900)))
+    name = f"{views}/{json.loads((folder / 'trial.json').read_text())['trajectory']}"
+    assert r.returncode == 1 and len(r.stderr.splitlines()) == 1, r.stderr
+    assert r.stderr.startswith(f"align_trial: {name}.") and f"File too large; {out} was not written" in r.stderr
+    assert not list(views.iterdir()) and not out.exists()
 
 
 def test_the_sidecar_names_the_hardware_too(trial, tmp_path):
@@ -1001,6 +1095,23 @@ def test_state_of_the_hardware(tmp_path):
     assert set(at.read_state(tmp_path / "none.csv", 0, 1, np.empty((0, 2))).values()) == {None}
     (tmp_path / "state.csv").write_text("t,mono,gpu0_temp_c,gpu0_sm_mhz,gpu0_throttle_reasons\n1003,3,,,\n")
     assert set(at.read_state(tmp_path / "state.csv", 1002, 1015, np.empty((0, 2))).values()) == {None}
+
+
+def test_idle_power_is_that_of_the_batch_where_it_was_measured(trial, tmp_path):
+    folder = trial("plain")
+    calib = at.load_calibration(calibration(tmp_path, idle={"gpu0": IDLE, "cpu0": CPU_IDLE}))
+    first = at.align(folder, calib)
+    assert (first["idle_w"], first["idle_source"]) == (IDLE, "calibration")
+    edit_trial(folder, idle_rested_w={"gpu0": IDLE - 3.0})
+    row = at.align(folder, calib)
+    assert (row["idle_w"], row["idle_source"]) == (IDLE - 3.0, "batch")
+    assert row["gpu_total_j"] == pytest.approx(first["gpu_total_j"], rel=1e-3) and row["cpu_idle_j"] == first["cpu_idle_j"]
+    assert row["gpu_idle_j"] == pytest.approx((IDLE - 3.0) * row["total_s"], abs=0.01)
+    edit_trial(folder, idle_rested_w={"gpu0": None})
+    assert at.align(folder, calib)["idle_source"] == "calibration"
+    # calibrated on GPU 1, measured on GPU 0: one GPU each, the same kind
+    row = at.align(folder, at.load_calibration(calibration(tmp_path, idle={"gpu1": IDLE, "cpu0": CPU_IDLE})))
+    assert row["idle_w"] == IDLE and "idle_unknown" not in codes(row)
 
 
 def test_quietest_power_of_the_trajectory_is_compared_with_the_calibration(trial, tmp_path):
@@ -1232,3 +1343,7 @@ def test_replay_is_named(trial):
     row = at.align(folder)
     assert (row["mode"], row["recording"], row["recording_source"]) == ("replay", "01-solve@abababababab", "authored")
     assert (row["replay_mode"], row["recomputed_tokens"]) == ("putback", 28)
+    assert "replay_short" not in codes(row)
+    records[1]["replay"]["missing_tokens"] = 3
+    write_log(folder, records)
+    assert "replay_short" in codes(at.align(folder))

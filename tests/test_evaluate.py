@@ -1,6 +1,7 @@
 """evaluate.py: the statistics against independent values and by simulation, honest denominators, odd tables, and the page in a browser."""
 
 import csv
+import html
 import itertools
 import json
 import math
@@ -36,6 +37,15 @@ def attempt(task, success, joules, policy="summarize-off", rep=1, **more):
         if c.endswith("_j") and isinstance(r[c], float):
             r[c] *= factor
     return r | {"total_j": joules, **more}
+
+
+def test_the_report_says_what_served_and_names_a_mixture(tmp_path):
+    table = [attempt(f"t{k}", True, 1000.0, server="vLLM 0.26.0", harbor="0.24.0", calib_sha256="ab" * 32) for k in range(4)]
+    _, out = run(tmp_path, table)
+    page = html.unescape(re.sub("<[^>]*>", "", (out / "report.html").read_text()))
+    assert "vLLM 0.26.0 and Harbor 0.24.0" in page and "abababababab…" in page and "different servers" not in page
+    _, out = run(tmp_path, [*table[:3], table[3] | {"server": "vLLM 0.27.0"}], name="mixed.csv")
+    assert "different servers (vLLM 0.26.0, vLLM 0.27.0)" in (out / "report.html").read_text()
 
 
 # ---------------------------------------------------------------------------------------------- distributions
@@ -272,6 +282,23 @@ def test_no_success_gives_a_lower_bound_and_no_infinity(tmp_path):
     assert "at least 18.2 kJ" in re.sub("<[^>]*>", "", (out / "report.html").read_text())
 
 
+@pytest.mark.parametrize(("tasks", "reps"), [(1, 1), (1, 9), (4, 3)])
+def test_too_few_tasks_without_success_say_nothing_of_what_a_goal_costs(tmp_path, capsys, tasks, reps):
+    _, out = run(tmp_path, [attempt(f"t{i}", False, 1000, rep=r) for i in range(tasks) for r in range(1, reps + 1)])
+    row, said, page = read(out / "configs.csv")[0], capsys.readouterr().out, (out / "report.html").read_text()
+    top = re.sub("<[^>]*>", "", page[: page.index("<h2>")])
+    n = int(row["fail"])
+    assert row["energy_per_goal_basis"] == "too few tasks" and float(row["energy_per_goal_lower_bound_j"]) == pytest.approx(1000 / (1 - 0.05 ** (1 / n)))
+    for text in (said, top):
+        assert f"cannot be said from {n} attempt" in text and "at least" not in text and "≥" not in text
+    assert f"0 of {n} attempt" in page and "fewer than 5 tasks: no conclusion" in page
+
+
+def test_goals_on_few_tasks_are_told_as_of_these_tasks(tmp_path, capsys):
+    run(tmp_path, [attempt("a", True, 1000)])
+    assert "the only scored attempt succeeded: 1.00 kJ per accomplished goal on this task (no interval from 1 task)" in capsys.readouterr().out
+
+
 def test_failed_attempts_are_paid_for_by_the_goals(tmp_path):
     table = [attempt("a", True, 1000), attempt("b", False, 3000), attempt("c", True, 2000)]
     _, out = run(tmp_path, table)
@@ -301,17 +328,18 @@ def plan(path, rows):
     return path
 
 
-def test_planned_runs_that_left_nothing_stay_in_the_denominator(tmp_path):
+def test_planned_runs_that_left_nothing_stay_in_the_denominator(tmp_path, capsys):
     table = [attempt("a", True, 1000)]
     p = plan(tmp_path / "plan.csv", [("a", "summarize-off", 1, "live", ""), ("b", "summarize-off", 1, "live", "")])
     _, out = run(tmp_path, table, "--plan", p)
+    assert "1 of 2 planned runs are unscored, 1 of them left no row" in capsys.readouterr().out
     row = read(out / "configs.csv")[0]
     assert [row[c] for c in ("planned", "n", "success", "fail", "unscored", "missing", "pending")] == ["2", "1", "1", "0", "1", "1", "0"]
     assert float(row["energy_per_goal_if_unscored_fail_j"]) == pytest.approx(2000)
     _, out = run(tmp_path, table, "--plan", p, "--partial")
     row = read(out / "configs.csv")[0]
     assert [row[c] for c in ("planned", "unscored", "missing", "pending")] == ["2", "0", "0", "1"]
-    assert "still to come" in (out / "report.html").read_text()
+    assert "1 of 2 planned runs are still to come" in capsys.readouterr().out and "still to come" in (out / "report.html").read_text()
 
 
 def test_counts_add_up_for_every_policy(tmp_path):
@@ -333,11 +361,153 @@ def test_carbon_and_price_carry_the_stated_pue(tmp_path):
     assert e.value.code == 2
 
 
+def waste(path, *rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = "trajectory,set_aside,reason,seconds,energy_j,domains,sources\n"
+    reasons = ("stopped before its end", '"measured, then set aside"', "/home/x/traj/a: Harbor reports <b>")
+    path.write_text(text + "".join(f"{t},{t}.2026,{reasons[i % 3]},3,{j},{d},{s}\n" for i, (t, j, d, s) in enumerate(rows)))
+    return path
+
+
+def test_waste_has_its_place_per_policy_and_in_all_energy(tmp_path, capsys):
+    table = [attempt("a", True, 1000), attempt("b", False, 3000), attempt("a", True, 1000, "summarize-8k"), attempt("b", True, 1, "summarize-8k")]
+    table[3] |= {"outcome": "unscored", "fail_reason": "wrong_result"}
+    for r in table:
+        r |= {"setup_j": 100.0, "verifier_j": "", "wasted_j": 5.0}
+    (tmp_path / "data/traj").mkdir(parents=True)
+    p = plan(tmp_path / "data/traj/plan.csv", [])
+    names = [r["trajectory"] for r in table]
+    waste(
+        tmp_path / "data/waste.csv",
+        (names[0], 500, "gpu0+cpu0", "nvml+rapl"),
+        (names[1], "", "", ""),
+        (names[2], 70, "cpu0", "model"),  # joules of another kind are counted, not added
+        ("gone__summarize-off__r9", 30, "gpu0+cpu0", "nvml+rapl"),
+    )
+    code, out = run(tmp_path, table, "--plan", p)
+    off, other = read(out / "configs.csv")
+    assert code == 0 and [float(off[c]) for c in ("set_aside", "set_aside_no_energy", "set_aside_j", "wasted_j")] == [2, 1, 500, 10]
+    assert (float(off["waste_j"]), float(off["all_j"])) == (500, 4000 + 200 + 500) and float(off["waste_share"]) == pytest.approx(500 / 4700)
+    assert (other["set_aside"], other["set_aside_j"], float(other["waste_j"]), float(other["all_j"])) == ("1", "", 101, 1000 + 1 + 200)
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["groups"][0]["waste"]["waste_j"] == 601 and summary["groups"][0]["waste"]["waste_no_energy"] == 2
+    assert summary["set_aside"]["attempts"] == 4 and summary["set_aside"]["of_no_run_in_the_table"] == 1
+    kinds = {k["source"]: (k["total_domains"], k["attempts"], k["energy_j"]) for k in summary["set_aside"]["by_source"]}
+    assert kinds == {"measured": ("gpu+cpu", 2, 530), "estimated": ("cpu", 1, 70), "": ("", 1, None)}
+    said, page = capsys.readouterr().out, html.unescape(re.sub("<[^>]*>", "", (out / "report.html").read_text()))
+    for text in (said, page):  # what the user or a kill set aside is called no failure
+        aside = "1 × failed (a: Harbor reports <b>), 1 × measured, then set aside by the user, 1 × stopped before its end (killed or interrupted)"
+        assert f"601 J (3 attempts set aside: {aside}; 1 unscored run: 1 × wrong result), 10 % of all energy, 5.90 kJ" in text
+        assert "took at least 601 J" in text and "ailures of the infrastructure" not in text
+    assert summary["groups"][0]["waste"]["reasons"]["set_aside"]["measured, then set aside"] == 1
+    assert "In all 4 attempts of this batch were set aside" in page and "530 J measured (gpu+cpu)" in page
+
+
+def test_no_table_of_waste_is_not_no_waste(tmp_path):
+    _, out = run(tmp_path, [attempt("a", True, 1000)])
+    assert read(out / "configs.csv")[0]["waste_j"] == "" and "set aside is not known" in (out / "report.html").read_text()
+    _, out = run(tmp_path, [attempt("a", True, 1000)], "--waste", waste(tmp_path / "w/waste.csv"))
+    row = read(out / "configs.csv")[0]
+    assert (row["set_aside"], float(row["waste_j"]), float(row["waste_share"])) == ("0", 0, 0)
+    assert "No attempt was set aside, and no run stayed unscored" in (out / "report.html").read_text()
+
+
+def test_what_the_calibration_warns_of_leads_the_page_and_the_terminal(tmp_path, capsys):
+    texts = [("drift", "warning", "it drifted"), ("idle", "refused", "/home/x/calib/idle.csv: not idle"), ("linearity", "ok", "fine")]
+    texts += [("accuracy", "warning", "no basis for estimates"), ("append", "warning", "far off")]
+    checks = [{"code": c, "severity": s, "text": t, "value": 1} for c, s, t in texts]
+    params = {"hardware": fake.HARDWARE, "model": fake.MODEL, "idle": {}, "energy": {}, "checks": checks}
+    (tmp_path / "params.json").write_text(json.dumps(params))
+    _, out = run(tmp_path, fake.rows(3, reps=1), "--calib", tmp_path)
+    said, page = capsys.readouterr().out, (out / "report.html").read_text()
+    top = page[: page.index('class="answer"')]
+    for text in (said, top):
+        assert text.index("no basis for estimates") < text.index("idle.csv: not idle") < text.index("it drifted")
+        assert "far off" not in text and "fine" not in text and "1 more" in text
+    assert "far off" in page and "/home/x" not in page and "is none that the table was made with" in said
+    assert [c["code"] for c in json.loads((out / "summary.json").read_text())["calibration_checks"]] == [t[0] for t in texts]
+
+
+def test_replays_that_ended_otherwise_and_the_idle_power_are_named(tmp_path, capsys):
+    table = fake.rows(3, reps=2, mode="replay", recording_source="authored", unscored=0)
+    for r in table[:2]:
+        r |= {"flags": "idle_drift;outcome_differs", "quality": "idle moved; ended otherwise", "idle_source": "batch", "idle_w": 118.0}
+    _, out = run(tmp_path, table)
+    said, page = capsys.readouterr().out, (out / "report.html").read_text()
+    top = page[: page.index('class="answer"')]
+    assert "2 of 12 replays ended otherwise than the recording says" in said and "2 of 12 replays ended otherwise" in top
+    assert "118 W (the calibration's, moved to the batch's own baseline; 2 runs), 120 W (of the calibration; 10 runs)" in said
+    assert "2 × <code>outcome_differs</code>: ended otherwise" in page
+    group = json.loads((out / "summary.json").read_text())["groups"][0]
+    assert group["outcome_differs"] == {"replays": 12, "differ": 2} and [p["runs"] for p in group["idle_w"]] == [2, 10]
+
+
+def page_text(out):
+    return html.unescape(re.sub("<[^>]*>", "", (out / "report.html").read_text()))
+
+
+def test_shares_stand_beside_the_idle_share_and_whose_time_commands_have(tmp_path, capsys):
+    table = [r | {"model": "m-random"} for r in fake.rows(10, reps=1, domains=("gpu",), unscored=0)]
+    for r in table[:4]:
+        r |= {"split_source": "trajectory", "flags": "recording_missing;requested_durations"}
+    table[4]["flags"] = "requested_durations"
+    _, out = run(tmp_path, table)
+    said, page = capsys.readouterr().out, page_text(out)
+    idle = sum(r["gpu_idle_j"] for r in table) / sum(r["total_j"] for r in table)
+    group = json.loads((out / "summary.json").read_text())["groups"][0]
+    assert group["shares"]["idle_share"] == pytest.approx(idle) and group["requested_durations"] == {"trajectories": 5, "of": 20}
+    for text in (said, page):
+        assert re.search(rf"{100 * idle:.0f} % of the energy \(95 % interval \d+ to \d+ %\) is idle power times time: what the GPU draws though", text)
+        assert "commands and waiting is what the loaded, idle GPU draws (120 W there, idle power 120 W)" in text
+        assert "CPU energy was not measured on this machine; it is not in these totals" in text
+        assert "the time that the agent asked for, in 5 of 20 trajectories" in text
+    assert "In 5 of 20 trajectories the time of commands" in page and "CPU counters include" not in page
+    assert "m-random (its weights are random)" in page and "its other time being known" in page
+    tiles = re.findall(r'<div class="card"><b>(.*?)</b><span>(.*?)</span>', (out / "report.html").read_text())
+    assert ["95 % interval" in words for _, words in tiles] == [True, True, True, False], tiles  # a median has none
+
+
+def test_a_gpu_that_is_busy_outside_of_calls_and_counters_of_the_cpu_are_told_as_they_are(tmp_path):
+    table = fake.rows(3, reps=1, unscored=0)
+    for r in table:
+        r["idle_w"] = 80.0
+    _, out = run(tmp_path, table)
+    page = page_text(out)
+    assert "During commands and waiting the GPU drew 120 W, against an idle power of 80 W." in page
+    assert "what the GPU and CPU draw though nothing runs" in page
+    assert "CPU counters include everything" in page and "CPU energy was not measured" not in page and "agent asked for" not in page
+
+
+def test_closure_is_told_with_and_without_stalled_calls_and_for_time(tmp_path, capsys):
+    table = fake.rows(6, reps=2, unscored=0)
+    for i, r in enumerate(table):
+        r |= {"closure_model_above_idle": 0.02, "closure_time": -0.03}
+        if i == 0:
+            r |= {"closure_model_above_idle": 0.5, "closure_time": -0.9, "flags": "stalled_call"}
+    _, out = run(tmp_path, table)
+    said, page = capsys.readouterr().out, page_text(out)
+    group = json.loads((out / "summary.json").read_text())["groups"][0]
+    assert group["stalled_call"] == 1 and group["trajectories"] == 24
+    for name, value, off in (("model_above_idle", 0.02, 0.5), ("time", -0.03, -0.9)):
+        both, without = f"closure_{name}", f"closure_{name}_without_stalled_calls"
+        assert (group[f"{both}_n"], group[f"{without}_n"]) == (24, 23) and group[f"{both}_median"] == group[f"{without}_median"] == value
+        assert group[f"{both}_mean_abs"] == pytest.approx((23 * abs(value) + abs(off)) / 24) and group[f"{without}_mean_abs"] == pytest.approx(abs(value))
+    assert "1 of 24 trajectories had a call that took over twice as long" in page
+    assert "median −3.0 % and mean size 6.6 % (n = 24) with, median −3.0 % and mean size 3.0 % (n = 23) without" in page
+    assert "1 trajectory with a stalled call" in said and re.search(r"closure error +median −3.0 %.*time of the model calls", said)
+
+
+def test_numbers_side_by_side_have_one_unit():
+    assert ev.report.joule_range(908, 1090) == "0.908 to 1.09 kJ"
+    assert ev.report.span({"x_lo": 900.0, "x_hi": 2e6}, "x", ev.report.joules) == "0.000900 to 2.00 MJ"
+
+
 def test_policies_are_compared_on_the_tasks_that_both_have(tmp_path):
     table = [attempt(f"t{i}", True, 1000 + i) for i in range(6)] + [attempt(f"t{i}", True, 2000 + i, "summarize-8k") for i in range(1, 8)]
     _, out = run(tmp_path, table)
     row = next(r for r in read(out / "configs.csv") if r["policy"] == "summarize-8k")
     assert (row["reference_policy"], row["paired_tasks"]) == ("summarize-off", "5")
+    assert "each task counting once (the means of the table count each trajectory once)" in (out / "report.html").read_text()
     assert float(row["energy_difference_j"]) == pytest.approx(1000) and float(row["energy_difference_j_p"]) == pytest.approx(2 / 32)
 
 
@@ -544,13 +714,65 @@ def test_errors_are_one_line_and_name_what_is_wrong(tmp_path, capsys):
     assert "found 'inf'" in error(capsys, tmp_path, with_cell("calls", "inf"))
     assert "expected 0 or more" in error(capsys, tmp_path, with_cell("total_j", "-3"))
     assert "expected success or fail or unscored" in error(capsys, tmp_path, with_cell("outcome", "maybe"))
-    assert "column task: empty" in error(capsys, tmp_path, with_cell("task", ""))
+    assert "column task: found an empty cell, expected a name" in error(capsys, tmp_path, with_cell("task", ""))
     assert "total_domains" in error(capsys, tmp_path, with_cell("total_domains", ""))
+    for column, value, expected in (
+        ("total_domains", "gpu+tpu", "gpu, cpu, dram (numbered or not), joined by +, or an empty cell"),
+        ("est_domains", "joule", "gpu, cpu, dram"),
+        ("gpu_source", "guess", "nvml, nvml-power, estimated"),
+        ("cpu_source", "none", "the source of the energy that total_j sums"),
+        ("mode", "dream", "live or replay"),
+        ("recording_source", "heard", "authored or recorded or an empty cell"),
+        ("attribution", "mine", "exclusive or shared"),
+        ("split_source", "coin", "recording or agent_log"),
+        ("idle_source", "coin", "calibration or batch"),
+        ("rep", "x", "the number of the repetition, 1 or more"),
+        ("rep", "0", "1 or more"),
+        ("concurrency", "many", "a whole number, 1 or more"),
+        ("calls", "-1", "0 or more"),
+        ("calls", "2.5", "a whole number"),
+        ("first1_total_j", "-1", "0 or more"),
+        ("coverage", "2", "a share from 0 to 1"),
+        ("total_j", "nan", "a number or an empty cell"),
+        ("model_s", "1e9", "the sum of model_s + command_s + waiting_s"),
+        ("cached_tokens", "1", "the sum of cached_tokens + uncached_tokens"),
+        ("gpu_model_j", "0", "the sum of gpu_model_j + gpu_command_j + gpu_waiting_j"),
+        ("total_j", "1", "the sum of gpu_total_j + cpu_total_j"),
+    ):
+        said = error(capsys, tmp_path, with_cell(column, value))
+        assert expected in said, said
+        if "sum" not in expected:
+            assert f"trials.csv: row 1, column {column}: found " in said and value in said, said
     assert "row 1: found" in error(capsys, tmp_path, f"{header}\na,b\n{first}\n")
-    assert "more than once" in error(capsys, tmp_path, f"{with_cell('total_j', '5')}{first}\n")
+    assert "more than once" in error(capsys, tmp_path, f"{with_cell('waiting_s', '')}{first}\n")
     assert "UTF-8" in error(capsys, tmp_path, b"\xff\xfe" + good.encode())
     assert ev.main(["--trials", str(tmp_path / "none.csv"), "--out", str(tmp_path / "out")]) == 2
     assert "none.csv" in capsys.readouterr().err
+
+
+def test_what_is_named_on_the_command_line_must_be_there_and_make_sense(tmp_path, capsys):
+    good = fake.write(tmp_path / "good.csv", fake.rows(2, reps=1))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty/params.json").write_text("{}")
+    (tmp_path / "plan.csv").write_text("order,task,policy,rep,mode,recording\n1,a,p,x,live,\n")
+    (tmp_path / "waste.csv").write_text("trajectory,set_aside,reason,seconds,energy_j,domains,sources\na__p__r1,x,y,3,-5,gpu0,nvml\n")
+    for option, value, said in (
+        ("--calib", "nope", "03_calibrate.sh or calibrate.py --out-dir"),
+        ("--calib", tmp_path / "empty", "found no hardware, model, idle, energy, checks"),
+        ("--plan", tmp_path / "none.csv", "none.csv: cannot read the plan"),
+        ("--plan", tmp_path / "plan.csv", "row 1, column rep: found 'x', expected the number of the repetition"),
+        ("--waste", tmp_path / "none.csv", "none.csv: cannot read the waste.csv"),
+        ("--waste", tmp_path / "waste.csv", "row 1, column energy_j: found -5, expected 0 or more"),
+        ("--out", good, "good.csv: cannot be made a folder"),
+    ):
+        assert ev.main(["--trials", str(good), "--out", str(tmp_path / "out"), option, str(value)]) == 2
+        err = capsys.readouterr().err
+        assert said in err and err.count("\n") == 1, err
+    for option, value in (("--carbon", "-3"), ("--carbon", "nan"), ("--price", "inf"), ("--price", "x"), ("--pue", "0.9")):
+        with pytest.raises(SystemExit) as e:
+            ev.main(["--trials", str(good), "--out", str(tmp_path / "out"), "--carbon", "1", option, value])
+        assert e.value.code == 2 and option in capsys.readouterr().err
+    assert not (tmp_path / "out/report.html").exists()
 
 
 def test_bom_crlf_a_torn_last_line_and_double_rows_are_taken(tmp_path, capsys):
@@ -608,10 +830,13 @@ def test_the_committed_synthetic_table_is_evaluated_from_the_command_line(tmp_pa
     assert done.returncode == 0 and done.stderr == "" and "synthetic" in (tmp_path / "deep/eval/report.html").read_text()
 
 
-def test_help_has_an_example(capsys):
+def test_the_first_example_of_the_help_is_the_readmes_command(capsys, repo):
     with pytest.raises(SystemExit):
         ev.main(["--help"])
-    assert "evaluate.py --trials results/trials_formal.csv --out results/eval" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    first = re.search(r"python evaluate.py (?:.*\\\n)*.*", said).group()
+    readme = " ".join((repo / "README.md").read_text().replace("\\\n", " ").split())
+    assert " ".join(first.replace("\\\n", " ").split()) in readme  # what the help shows first can be run as it stands
 
 
 # ---------------------------------------------------------------------------------------------------- the page

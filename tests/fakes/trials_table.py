@@ -111,6 +111,8 @@ def row(rng, task, policy, rep, calls, success, policy_index=0, mode="live", rec
         "verifier_j": 100.0 * scale,
         "wasted_j": 0.0,
         "throttled_s": 0.0,
+        "idle_w": idle["gpu" if "gpu" in domains else "cpu"],
+        "idle_source": "calibration",
         "coverage": 0.999,
         "split_source": "recording",
         "attribution": "exclusive",
