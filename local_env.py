@@ -97,8 +97,13 @@ NAME = "trajoule-env"
 USER_MODE_LIMITS = "unprivileged user namespace: only root, the machine's own files cannot be changed inside, no apt, no chown"
 
 # Runs outside the namespace. fd 3 is the read end of a pipe whose other end the runner holds; it closes when the runner dies.
+# It is there before anything that could be left behind: it makes the scratch directory, and the runner makes the cgroup
+# (called $name too) and tells its path in a line only once this listens.
 SUPERVISOR = r"""
-cgroup=$1 scratch=$2; shift 2
+name=$1 scratch=$2; shift 2
+trap '[ -z "$scratch" ] || rm -rf --one-file-system -- "$scratch"' EXIT
+[ -z "$scratch" ] || mkdir -p -- "$scratch" || exit 1
+IFS= read -r cgroup <&3 || { find /sys/fs/cgroup -depth -type d -name "$name" -exec rmdir {} + 2>/dev/null; exit 1; }
 setpriv --pdeathsig KILL -- bash -c '[ -z "$0" ] || echo $$ >"$0/cgroup.procs"; exec "$@"' "$cgroup" "$@" 3<&- &
 child=$!
 exec 4>&-
@@ -107,7 +112,6 @@ watch=$!
 wait $child; rc=$?
 kill $watch 2>/dev/null
 if [ -n "$cgroup" ]; then for _ in 1 2 3 4 5 6 7 8 9 10; do rmdir "$cgroup" 2>/dev/null && break; sleep 0.1; done; fi
-[ -z "$scratch" ] || rm -rf --one-file-system -- "$scratch"
 exit $rc
 """
 
@@ -297,8 +301,8 @@ def sweep(directory):
 # ---------------------------------------------------------------------------------------------------- limits
 
 
-def make_cgroup(cpus, memory_mb, root="/sys/fs/cgroup", own="/proc/self/cgroup"):
-    """A cgroup v2 with these limits below the nearest ancestor that allows it, or None (not cgroup v2, not writable)."""
+def make_cgroup(cpus, memory_mb, name, root="/sys/fs/cgroup", own="/proc/self/cgroup"):
+    """A cgroup v2 `name` with these limits below the nearest ancestor that allows it, or None (not cgroup v2, not writable)."""
     root = Path(root)
     try:
         here = next(line.split("::", 1)[1].strip() for line in Path(own).read_text().splitlines() if line.startswith("0::"))
@@ -316,7 +320,7 @@ def make_cgroup(cpus, memory_mb, root="/sys/fs/cgroup", own="/proc/self/cgroup")
             enabled = (parent / "cgroup.subtree_control").read_text().split()
             for controller in {"cpu", "memory", "pids"} - set(enabled):
                 (parent / "cgroup.subtree_control").write_text(f"+{controller}")
-            group = parent / owned_name()
+            group = parent / name
             group.mkdir()
             try:
                 if memory_mb:
@@ -427,19 +431,10 @@ class Namespace:
     def start(self, timeout_s=60):
         self.mode = self.mode or detect_mode()
         self.notes = [USER_MODE_LIMITS] if self.mode == "user" else []
-        scratch = ""
+        name, scratch = owned_name(), ""
         if self.upper_dir:
             sweep(self.upper_dir)
-            scratch = os.path.join(os.path.abspath(self.upper_dir), owned_name())
-            os.makedirs(scratch)
-        cgroup = make_cgroup(self.cpus, self.memory_mb)
-        if cgroup:
-            lines = [f"echo $$ >{shlex.quote(str(cgroup / 'cgroup.procs'))}"]
-        else:
-            lines, said = soft_limits(self.cpus, self.memory_mb)
-            if said:
-                self.notes.append(f"no writable cgroup v2, so limits are {said}")
-        self._prefix = ["bash", "-c", "; ".join([*lines, 'exec "$@"']), "limits"] if lines else []
+            scratch = os.path.join(os.path.abspath(self.upper_dir), name)
         hostname = re.sub(r"[^A-Za-z0-9-]", "-", self.name)[:63].strip("-") or "task"
         env = {
             "PATH": os.environ.get("PATH", "") + ":/usr/sbin:/sbin:/usr/bin:/bin",
@@ -465,7 +460,7 @@ class Namespace:
         with tempfile.TemporaryFile() as err:
             try:
                 self._supervisor = subprocess.Popen(
-                    ["bash", "-c", take + SUPERVISOR, NAME, str(cgroup or ""), scratch, *inner],
+                    ["bash", "-c", take + SUPERVISOR, NAME, name, scratch, *inner],
                     env=env,
                     pass_fds=passed,
                     cwd="/",
@@ -477,6 +472,7 @@ class Namespace:
             finally:
                 for fd in (owner_r, ready_w, *passed):
                     os.close(fd)
+            self._limit(make_cgroup(self.cpus, self.memory_mb, name))
             ready = self._read_ready(ready_r, time.monotonic() + timeout_s)
             if not ready:
                 self.stop()
@@ -484,6 +480,18 @@ class Namespace:
                 said = err.read().decode(errors="replace").strip().replace("\n", " | ")
                 raise LocalEnvError(f"the environment did not start as {self.mode}: {said or f'nothing said in {timeout_s} s'}; {ADVICE}")
         return self
+
+    def _limit(self, cgroup):
+        """Tell the supervisor the cgroup (or none), and choose what commands that enter later do to have the same limits."""
+        if cgroup:
+            lines = [f"echo $$ >{shlex.quote(str(cgroup / 'cgroup.procs'))}"]
+        else:
+            lines, said = soft_limits(self.cpus, self.memory_mb)
+            if said:
+                self.notes.append(f"no writable cgroup v2, so limits are {said}")
+        self._prefix = ["bash", "-c", "; ".join([*lines, 'exec "$@"']), "limits"] if lines else []
+        with contextlib.suppress(BrokenPipeError):  # a supervisor that ended says why itself
+            os.write(self._owner_fd, f"{cgroup or ''}\n".encode())
 
     def _read_ready(self, fd, deadline):
         """Take in "pid N", "note text" and "ready" lines; False when the builder ends or time runs out before "ready"."""
@@ -633,7 +641,7 @@ def read_environment(context):
             services = yaml.safe_load(compose.read_text())["services"]
             asked = services["main"]
             needs_docker = len(services) > 1 or asked["network_mode"] != "none" or not asked.items() <= COMPOSE_HERE.items()
-        except (yaml.YAMLError, TypeError, KeyError, AttributeError):
+        except (yaml.YAMLError, UnicodeDecodeError, TypeError, KeyError, AttributeError):
             needs_docker = True
         if needs_docker:
             raise LocalEnvError(f"{compose}: more than a main service without network; {ADVICE}")
@@ -643,22 +651,32 @@ def read_environment(context):
 
 
 def instructions(text):
-    """[(line number, NAME, rest)] of a Dockerfile: comments dropped, continued lines joined."""
-    out, held, first = [], "", 0
+    """[(line number, NAME, rest)] of a Dockerfile: comments dropped, continued lines joined. As in Docker an empty line does not end an
+    instruction that goes on, and the end of the file does."""
+    found, held, first = [], "", 0
     for n, line in enumerate(text.splitlines(), 1):
-        if line.lstrip().startswith("#"):
+        if line.lstrip().startswith("#") or (held and not line.strip()):
             continue
-        if not held:
-            first = n
+        first = first if held else n
         held += line.rstrip()
-        if held.endswith("\\"):
-            held = held[:-1] + " "
+        if re.search(r"(^|[^\\])\\$", held):
+            held = held[:-1] or " "
             continue
-        if held.strip():
-            name, _, rest = held.strip().partition(" ")
-            out.append((first, name.upper(), rest.strip()))
+        found.append((first, held))
         held = ""
-    return out
+    words = [(n, *whole.split(None, 1), "") for n, whole in [*found, (first, held)] if whole.strip()]
+    return [(n, name.upper(), rest.strip()) for n, name, rest, *_ in words]
+
+
+def strings(text):
+    """The strings of a JSON array, None where Docker takes the text for words. Raises ValueError for an array of something else, as Docker does."""
+    try:
+        found = json.loads(text) if text.startswith("[") else None
+    except ValueError:
+        return None
+    if found is not None and not all(isinstance(x, str) for x in found):
+        raise ValueError(f"found {text}, expected strings only in a JSON array")
+    return found
 
 
 def expand(text, variables):
@@ -678,73 +696,176 @@ def read_dockerfile(path):
     ("copy", sources, target, workdir, {"chmod", "chown"}) and ("run", command, workdir, user, env), in order.
     Raises LocalEnvError (file, line, way out) for what needs a real image.
     """
-    workdir, user, env, arguments, packages, steps, stages = "/", None, {}, {}, [], [], 0
+    workdir, user, env, arguments, packages, steps, stages, shell = "/", None, {}, {}, [], [], 0, None
 
     def refuse(n, what):
         return LocalEnvError(f"{path}:{n}: {what} needs a container image; {ADVICE}")
 
-    for n, name, rest in instructions(Path(path).read_text()):
+    data = b""
+    try:
+        data = Path(path).read_bytes()
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as e:
+        n = data[: e.start].count(b"\n") + 1
+        raise LocalEnvError(f"{path}:{n}: found the byte {data[e.start]:#04x}, expected text in UTF-8; mend it") from None
+    except OSError as e:
+        raise LocalEnvError(f"{path}: {e.strerror}") from None
+    for n, name, rest in instructions(text):
         variables = {**arguments, **env}
-        if name == "FROM":
-            stages += 1
-            if stages > 1:
-                raise refuse(n, "a second build stage")
-        elif name == "WORKDIR":
-            workdir = os.path.normpath(os.path.join(workdir, expand(rest.strip("\"'"), variables)))
-            steps.append(("mkdir", workdir))
-        elif name in ("ENV", "ARG"):
-            into = env if name == "ENV" else arguments
-            if name == "ENV" and not re.match(r"\w+=", rest):
-                key, _, value = rest.partition(" ")
-                into[key] = expand(value.strip(), variables)
-            else:
-                for word in shlex.split(rest):
-                    key, _, value = word.partition("=")
-                    into[key] = expand(value, variables)
-        elif name == "USER":
-            user = expand(rest, variables).split(":")[0]
-        elif name in ("COPY", "ADD"):
-            flags = dict(re.findall(r"--(\w+)(?:=(\S+))?\s", rest))
-            words = rest
-            while words.startswith("--"):
-                words = words.partition(" ")[2].lstrip()
-            words = [expand(w, variables) for w in (json.loads(words) if words.startswith("[") else shlex.split(words))]
-            if unknown := set(flags) - {"chmod", "chown"}:
-                raise refuse(n, f"{name} --{min(unknown)}")
-            if name == "ADD" and any("://" in w or re.search(r"\.(tar|tgz|tar\.\w+)$", w) for w in words[:-1]):
-                raise refuse(n, "ADD of an address or an archive")
-            if len(words) < 2 or any(w.startswith("<<") for w in words):
-                raise refuse(n, f"this form of {name}")
-            steps.append(("copy", words[:-1], words[-1], workdir, {k: expand(v, variables) for k, v in flags.items()}))
-        elif name == "RUN":
-            if rest.startswith("--") or "<<" in rest:
-                raise refuse(n, "RUN with options or a here-document")
-            if rest.startswith("["):
-                rest = shlex.join(json.loads(rest))
-            wanted, rest = split_apt(rest)
-            packages += [p for p in wanted if p not in packages]
-            if rest:
-                steps.append(("run", rest, workdir, user, {**variables}))
-        elif name not in ("CMD", "ENTRYPOINT", "LABEL", "EXPOSE", "HEALTHCHECK", "STOPSIGNAL", "VOLUME", "MAINTAINER", "SHELL"):
-            raise LocalEnvError(f"{path}:{n}: {name}: not a Dockerfile instruction known here; {ADVICE}")
+        try:
+            if name == "FROM":
+                stages += 1
+                if stages > 1:
+                    raise refuse(n, "a second build stage")
+            elif name == "WORKDIR":
+                workdir = os.path.normpath(os.path.join(workdir, expand(rest.strip("\"'"), variables)))
+                steps.append(("mkdir", workdir))
+            elif name in ("ENV", "ARG"):
+                into = env if name == "ENV" else arguments
+                if name == "ENV" and not re.match(r"\w+=", rest):
+                    key, _, value = rest.partition(" ")
+                    into[key] = expand(value.strip(), variables)
+                else:
+                    for word in shlex.split(rest):
+                        key, _, value = word.partition("=")
+                        into[key] = expand(value, variables)
+            elif name == "USER":
+                user = expand(rest, variables).split(":")[0]
+            elif name in ("COPY", "ADD"):
+                flags, words = {}, rest
+                while words.startswith("--"):
+                    flag, words = (words.split(None, 1) + [""])[:2]
+                    key, _, value = flag[2:].partition("=")
+                    flags[key] = expand(value, variables)
+                listed = strings(words)
+                if listed is None and re.match(r'\[\s*"', words):
+                    raise ValueError(f'found {words}, expected a JSON array of strings such as ["a", "b"]')
+                words = [expand(w, variables) for w in (shlex.split(words) if listed is None else listed)]
+                if unknown := set(flags) - {"chmod", "chown"}:
+                    raise refuse(n, f"{name} --{min(unknown)}")
+                if "chmod" in flags and not re.fullmatch("[0-7]{3,4}", flags["chmod"]):
+                    raise ValueError(f"--chmod: found '{flags['chmod']}', expected an octal number such as 755")
+                if name == "ADD" and any("://" in w or re.search(r"\.(tar|tgz|tar\.\w+)$", w) for w in words[:-1]):
+                    raise refuse(n, "ADD of an address or an archive")
+                if len(words) < 2 or any(w.startswith("<<") for w in words):
+                    raise refuse(n, f"this form of {name}")
+                steps.append(("copy", words[:-1], words[-1], workdir, flags))
+            elif name == "RUN":
+                if rest.startswith("--") or "<<" in rest:
+                    raise refuse(n, "RUN with options or a here-document")
+                listed = strings(rest)
+                wanted, rest = split_apt(rest if listed is None else shlex.join(listed))
+                packages += [p for p in wanted if p not in packages]
+                if rest:
+                    rest = shlex.join([*shell, rest]) if shell and listed is None else rest
+                    steps.append(("run", rest, workdir, user, {**variables}))
+            elif name == "SHELL":
+                if not (shell := strings(rest)):
+                    raise ValueError(f'found {rest}, expected a JSON array of strings such as ["/bin/bash", "-c"]')
+            elif name not in ("CMD", "ENTRYPOINT", "LABEL", "EXPOSE", "HEALTHCHECK", "STOPSIGNAL", "VOLUME", "MAINTAINER"):
+                raise LocalEnvError(f"{path}:{n}: {name}: not a Dockerfile instruction known here; {ADVICE}")
+        except ValueError as e:
+            raise LocalEnvError(f"{path}:{n}: {name}: {e}; mend the line, or {ADVICE}") from None
     return {"steps": steps, "workdir": workdir, "user": user, "env": env, "packages": packages}
 
 
+# A line of shell, as far as commands must be told apart: what is quoted or substituted is part of a word.
+SHELL_TOKEN = re.compile(
+    r"""\s+ | \#[^\n]* | (?P<redirect>(?:\d+|&)?(?:>>|>\||[<>]&|<>|[<>])\s*) | (?P<operator>&&|\|\||;;|[;|&()])
+    | (?P<word>(?: [^\s;|&()<>"'\\`$] | \\. | '[^']*' | "(?:\\.|\$\((?:[^()]|\([^()]*\))*\)|[^"\\`])*"
+                 | \$\((?:[^()]|\([^()]*\))*\) | `[^`]*` | \$)+)""",
+    re.VERBOSE | re.DOTALL,
+)
+CLOSES = {"if": "fi", "for": "done", "while": "done", "until": "done", "select": "done", "case": "esac", "{": "}", "(": ")"}
+RESERVED = {*CLOSES, *CLOSES.values(), "then", "else", "elif", "do", "!"}
+APT_VALUE = re.compile(r"-[yqdfmsubV]*[otcaP]|--(option|target-release|default-release|config-file|host-architecture|build-profiles)")
+APT_FILES = re.compile(r"/var/(lib|cache)/apt(/|$)")
+
+
+def commands_of(line):
+    """([(text, words, [words of a command inside it])], [operator between two]) of a line of shell: the commands of its outermost list, an if, a
+    loop or parentheses being one; words without redirections. Raises ValueError for what cannot be taken apart."""
+    commands, operators, open_ = [], [], []
+    at = begin = end = 0
+    words, inside, redirected = [], [], False
+    while at < len(line):
+        m = SHELL_TOKEN.match(line, at)
+        if not m:
+            raise ValueError(f"found no end of a quote or bracket from {line[at : at + 30]!r} on")
+        at = m.end()
+        word, operator = m["word"], m["operator"]
+        first = operator or (word if not redirected and set(words) <= RESERVED else None)  # only there a word may be the shell's own
+        if open_ and first == open_[-1]:
+            open_.pop()
+        elif first in CLOSES:
+            open_.append(CLOSES[first])
+        if operator and not open_ and operator != ")":
+            commands.append((line[begin:end].strip(), words, inside))
+            operators.append(operator)
+            begin, end, words, inside, redirected = at, at, [], [], False
+        elif operator:
+            inside, words, end, redirected = [*inside, words], [], at, False
+        elif m["redirect"]:
+            redirected, end = True, at
+        elif word:
+            words, end, redirected = words if redirected else [*words, word], at, False
+    if open_:
+        raise ValueError(f"found no '{open_[-1]}'")
+    return [*commands, (line[begin:end].strip(), words, inside)], operators
+
+
+def apt_call(words):
+    """(what apt-get is to do, [what with]) of a command's words; (None, []) where it is another command."""
+    while words and (words[0] in RESERVED or re.match(r"\w+=", words[0])):
+        words = words[1:]
+    if words[:1] not in (["apt-get"], ["apt"]):
+        return None, []
+    rest, plain = iter(words[1:]), []
+    for w in rest:
+        if APT_VALUE.fullmatch(w):
+            next(rest, None)
+        elif not w.startswith("-"):
+            plain.append(w)
+    return (plain or [""])[0], plain[1:]
+
+
 def split_apt(command):
-    """(packages that apt-get installs, what remains of the RUN line): the machine's packages are checked, not installed."""
-    if not re.search(r"\bapt(-get)?\b.*\binstall\b", command):
+    """(packages that apt-get installs, what remains of the RUN line): the machine's packages are checked, not installed.
+
+    What remains is the line as it was, without apt-get's commands and their cleaning up; where one's success decides what else runs (||, a pipe),
+    `:` stands for it. Raises ValueError for an apt-get inside if, for or parentheses and for packages whose names only a shell can tell."""
+    if not re.search(r"\bapt(-get)?\s", command):
         return [], command
-    packages, rest = [], []
-    for part in re.split(r"&&|;", command):
-        words = part.split()
-        while words and re.match(r"\w+=", words[0]):
-            words = words[1:]
-        if words[:1] in (["apt-get"], ["apt"]):
-            if "install" in words:
-                packages += [w.split("=")[0] for w in words[words.index("install") + 1 :] if not w.startswith("-")]
-        elif words and not re.match(r"rm\s+-rf?\s+/var/(lib/apt|cache/apt)", part.strip()):
-            rest.append(part.strip())
-    return packages, " && ".join(rest)
+    try:
+        commands, operators = commands_of(command)
+    except ValueError:
+        if re.search(r"\bapt(-get)?\b.*\binstall\b", command):
+            raise
+        return [], command
+    packages, kept = [], []
+    for text, words, inside in commands:
+        if any(apt_call(w)[0] in ("install", "update", "upgrade") for w in ([*inside, words] if inside else [])):
+            raise ValueError(f"found apt-get in '{text:.60}', expected it outside of if, loops, braces and parentheses")
+        verb, names = apt_call(words) if not inside else (None, [])
+        if verb == "install":
+            for name in (shlex.split(n)[0] for n in names):
+                if not re.match(r"[A-Za-z0-9]", name) or re.search(r"[$`*?]", name):
+                    raise ValueError(f"apt-get install: found '{name}', expected the name of a package")
+                packages.append(re.split("[=:/]", name)[0])
+        if words[:1] == ["rm"] and any(APT_FILES.match(w) for w in words):
+            words = [w for w in words if not APT_FILES.match(w)]
+            text = " ".join(words) if any(not w.startswith("-") for w in words[1:]) else None
+        kept.append(None if verb is not None else text)
+    if not set(operators) <= {"&&", ";"}:
+        kept = [":" if text is None else text for text in kept]
+    rest, joint = "", None
+    for text, before in zip(kept, ["", *operators], strict=True):
+        joint = before if joint in (None, "&&", "") else joint  # a ; on either side of what is left out stays one
+        if text is None:
+            continue
+        rest += (f"{'' if joint == ';' else ' '}{joint} " if rest else "") + text
+        joint = None
+    return packages, rest.strip()
 
 
 def missing_packages(packages):
@@ -977,6 +1098,14 @@ def __getattr__(name):
 # ---------------------------------------------------------------------------------------------------- command line
 
 
+def task_folder(task):
+    """A task's folder: as named, or of tasks/local. Raises LocalEnvError when there is none."""
+    found = [p for p in (Path(task), Path(__file__).resolve().parent / "tasks" / "local" / task) if (p / "environment").is_dir()]
+    if not found:
+        raise LocalEnvError(f"task '{task}': no folder of this name with an environment/ in it, neither here nor in tasks/local")
+    return found[0]
+
+
 def check(tasks):
     """Print what works here; returns the exit status."""
     bad = []
@@ -991,7 +1120,7 @@ def check(tasks):
         bad.append(f"local_env: {e}")
     for task in tasks:
         try:
-            check_packages(read_environment(Path(task, "environment"))["packages"], task)
+            check_packages(read_environment(task_folder(task) / "environment")["packages"], task)
         except LocalEnvError as e:
             bad.append(f"local_env: {e}")
     for line in bad:
@@ -1001,10 +1130,11 @@ def check(tasks):
 
 async def run_once(task, command):
     """Build a task's environment and run one command in it; returns the exit status."""
-    context = Path(task, "environment")
+    task = task_folder(task)
+    context = task / "environment"
     image = read_environment(context)
     check_packages(image["packages"], task)
-    ns = Namespace(name=Path(task).name, private=private_paths(Path(task).resolve()), size_mb=default_size_mb(None)).start()
+    ns = Namespace(name=task.name, private=private_paths(task.resolve()), size_mb=default_size_mb(None)).start()
     try:
         await ns.build(image, context)
         rc, out, err = await ns.run(command, image["workdir"], image["env"], image["user"])
