@@ -1,26 +1,15 @@
 """The commands that the README gives for the included data, run as they stand there, reproduce what is committed."""
 
 import json
-import math
 import re
+import shutil
 import subprocess
 import sys
+import tarfile
 
+import pytest
 
-def close(a, b, where=""):
-    """None, or the first place where two JSON values differ by more than rounding of other processors' arithmetic."""
-    if isinstance(a, dict) and isinstance(b, dict):
-        if a.keys() != b.keys():
-            return f"{where}: keys {sorted(a.keys() ^ b.keys())}"
-        return next((d for k in a if (d := close(a[k], b[k], f"{where}.{k}"))), None)
-    if isinstance(a, list) and isinstance(b, list):
-        if len(a) != len(b):
-            return f"{where}: length"
-        return next((d for i, (x, y) in enumerate(zip(a, b, strict=True)) if (d := close(x, y, f"{where}[{i}]"))), None)
-    if isinstance(a, float) or isinstance(b, float):
-        both = isinstance(a, int | float) and isinstance(b, int | float)
-        return None if both and math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-9) else f"{where}: {a} {b}"
-    return None if a == b else f"{where}: {a!r} {b!r}"
+from stages import compare
 
 
 def readme_command(repo, program):
@@ -34,10 +23,31 @@ def test_the_calibration_is_reproduced_by_the_readmes_command(repo, tmp_path):
     assert args[-2:] == ["--out-dir", "results/calib_rerun"]
     r = subprocess.run([sys.executable, "calibrate.py", *args[:-1], str(tmp_path)], cwd=repo, capture_output=True, text=True, timeout=280)
     assert r.returncode == 0, r.stderr
-    new, committed = (json.loads((p / "params.json").read_text()) for p in (tmp_path, repo / "results" / "calib"))
-    for p in (new, committed):
-        p.pop("created", None)
-    assert close(committed, new) is None
+    found = compare.compare(repo / "results" / "calib", tmp_path)
+    assert [d for d in found if d[1]] == [] and "params.json" in dict(found)
+
+
+def test_the_table_of_trajectories_is_reproduced_from_their_counters_and_logs(repo, tmp_path):
+    with tarfile.open(repo / "data" / "trajectories.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    (tmp_path / "out").mkdir()
+    folders = sorted(str(p.parent) for p in (tmp_path / "traj").glob("*/trial.json"))
+    command = [sys.executable, "align_trial.py", *folders, "--calib", "results/calib", "--out", str(tmp_path / "out/trials_formal.csv")]
+    r = subprocess.run(command, cwd=repo, capture_output=True, text=True, timeout=120)
+    assert r.returncode == 0, r.stderr
+    (tmp_path / "committed").mkdir()
+    shutil.copy(repo / "results" / "trials_formal.csv", tmp_path / "committed")
+    assert compare.compare(tmp_path / "committed", tmp_path / "out") == [("trials_formal.csv", None)]
+
+
+def test_the_evaluation_is_reproduced_by_the_readmes_command(repo, tmp_path):
+    args = readme_command(repo, "evaluate.py")
+    if not (repo / args[args.index("--trials") + 1]).exists():
+        pytest.skip("SKIPPED: no trajectories are included yet, so the README's evaluation cannot be compared")
+    assert args[-2:] == ["--out", "results/eval_rerun"]
+    r = subprocess.run([sys.executable, "evaluate.py", *args[:-1], str(tmp_path)], cwd=repo, capture_output=True, text=True, timeout=120)
+    assert r.returncode == 0, r.stderr
+    assert [d for d in compare.compare(repo / "results" / "eval", tmp_path) if d[1]] == []
 
 
 def test_the_readmes_accuracy_table_is_that_of_params_json(repo):
