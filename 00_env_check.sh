@@ -4,22 +4,34 @@
 #
 #   bash 00_env_check.sh
 #   bash 00_env_check.sh --settings           # every setting in force
-#   bash 00_env_check.sh --tasks tasks/tb2.txt  # also what these tasks need: images, network of their verifiers, memory, time
+#   bash 00_env_check.sh --tasks tasks/local.txt  # also what these tasks need: images, network of their verifiers, memory, time
 #
 # Exit code: 0 everything that the profile needs is there, 1 something is missing.
 source "$(dirname "$0")/common.sh"
 
 if [[ ${1:-} == --settings ]]; then
-	sed -nE 's/^: "\$\{([A-Z_0-9]+)=.*/\1/p' config.sh | while read -r name; do printf '%s=%q\n' "$name" "${!name}"; done
+	[[ $# -eq 1 ]] || die "unknown argument '$2' (see --help)" 2
+	for name in "${SETTINGS[@]}"; do printf '%s=%q\n' "$name" "${!name}"; done
 	exit 0
 fi
 TASK_LIST=
 if [[ ${1:-} == --tasks ]]; then
 	TASK_LIST=${2:-}
-	[[ -r $TASK_LIST ]] || die "--tasks '$TASK_LIST': no such task list" 2
+	need_list "$TASK_LIST"
 	shift 2
 fi
 [[ $# -eq 0 ]] || die "unknown argument '$1' (see --help)" 2
+
+# Debian 12 has no such package, only version 1, a program of its own; Debian 13 and Ubuntu have it under different names.
+compose_command() {
+	local package
+	for package in docker-compose-plugin docker-compose-v2 docker-compose; do
+		[[ $(apt-cache policy "$package" 2>/dev/null | sed -n 's/ *Candidate: //p') =~ ^([0-9]+:)?[2-9] ]] || continue
+		echo "apt-get install -y $package"
+		return
+	done
+	echo "install docker-compose-plugin from Docker's own packages (https://docs.docker.com/engine/install), this system has none"
+}
 
 MISSING=0
 ok() { printf '  ok       %s\n' "$1"; }
@@ -35,10 +47,10 @@ echo "software"
 if [[ -x $PY ]] && "$PY" -c 'import harbor' 2>/dev/null; then
 	ok "Harbor $("$PY" -c 'from importlib.metadata import version; print(version("harbor"))') on Python $("$PY" -c 'import platform; print(platform.python_version())')"
 else
-	missing ".venv with Harbor" "PROFILE=$PROFILE bash 01_setup.sh"
+	missing ".venv with Harbor" "${GIVEN}bash 01_setup.sh"
 fi
 if [[ -n $SERVER_PACKAGES ]]; then
-	if [[ -x $SERVER_VENV/bin/python ]]; then ok "the server's environment $SERVER_VENV"; else missing "the server's environment $SERVER_VENV" "PROFILE=$PROFILE bash 01_setup.sh"; fi
+	if [[ -x $SERVER_VENV/bin/python ]]; then ok "the server's environment $SERVER_VENV"; else missing "the server's environment $SERVER_VENV" "${GIVEN}bash 01_setup.sh"; fi
 fi
 for command in curl git flock; do
 	command -v "$command" >/dev/null || missing "$command" "apt-get install -y $command (as root)"
@@ -48,7 +60,7 @@ echo "where tasks run"
 kind=$(environment_kind)
 if docker_says=$(timeout 10 docker info --format '{{.ServerVersion}}' 2>&1); then
 	ok "Docker engine $docker_says"
-	if docker compose version >/dev/null 2>&1; then ok "Docker Compose"; else missing "Docker's compose plugin (Harbor needs it)" "apt-get install -y docker-compose-plugin (as root)"; fi
+	if docker compose version >/dev/null 2>&1; then ok "Docker Compose"; else missing "Docker's compose plugin (Harbor needs it)" "as root $(compose_command)"; fi
 	networks=$(docker network ls -q 2>/dev/null | wc -l)
 	((networks < 25)) || note "$networks Docker networks: about 31 are possible; \`docker network prune\` removes unused ones"
 elif [[ $kind == docker ]]; then
@@ -58,7 +70,9 @@ else
 fi
 if [[ $kind == local_env ]]; then
 	command -v asciinema >/dev/null || note "no asciinema: trajectories have no terminal recording, command times come from the agent's log (apt-get install -y asciinema)"
-	if says=$("$PY" local_env.py --check 2>&1); then
+	if [[ ! -x $PY ]]; then
+		note "not checked before set-up: namespaces for the tasks"
+	elif says=$("$PY" local_env.py --check 2>&1); then
 		while read -r line; do ok "$line"; done <<<"$says"
 	else
 		missing "namespaces for the tasks" "$says"
@@ -97,7 +111,7 @@ if ((gpus == 0 && ${#zones[@]} == 0)) && [[ -z $CPU_MODEL_W ]]; then
 fi
 
 echo "machine"
-space=$(free_mb .)
+space=$(free_mb "$DATA_DIR")
 if ((space >= MIN_FREE_MB)); then ok "$space MB of disk free"; else missing "disk: $space MB free, MIN_FREE_MB=$MIN_FREE_MB" "free some, or move DATA_DIR to another disk"; fi
 for name in PORT PROXY_PORT; do
 	if port_free "${!name}"; then
@@ -118,17 +132,23 @@ governor=$(cat /sys/devices/system/cpu/cpu0/cpufreq/scaling_governor 2>/dev/null
 if [[ -n $TASK_LIST ]]; then
 	echo "tasks of $TASK_LIST"
 	need_venv
+	code=0
+	findings=$("$PY" stages/datasets.py check "$TASK_LIST" --tasks-dir "$TASKS_DIR" --registry "$TASK_REGISTRY" --deadline "$TRIAL_DEADLINE_S" 2>&1) || code=$?
+	if ((code != 0)) && [[ $findings != missing$'\t'* && $findings != *$'\n'missing$'\t'* ]]; then
+		findings=missing$'\t'"the check of the tasks failed: ${findings##*$'\n'}"$'\t'"mend the task, or leave it out of the list" # it came to no finding
+	fi
 	while IFS=$'\t' read -r level text way; do
 		case $level in
 		missing) missing "$text" "$way" ;;
 		note) note "$text" ;;
 		ok) ok "$text" ;;
 		esac
-	done < <("$PY" stages/datasets.py check "$TASK_LIST" --tasks-dir "$TASKS_DIR" --registry "$TASK_REGISTRY" --deadline "$TRIAL_DEADLINE_S" || true)
+	done <<<"$findings"
 fi
 
 if ((MISSING)); then
 	echo "$MISSING thing(s) missing for profile $PROFILE"
 	exit 1
 fi
-echo "everything that profile $PROFILE needs is here; next: bash 03_calibrate.sh --idle-bare, then bash 02_serve_vllm.sh"
+echo "everything that profile $PROFILE needs is here"
+next "\`${GIVEN}bash 03_calibrate.sh --idle-bare\`, then \`${GIVEN}bash 02_serve_vllm.sh\` in a terminal of its own"

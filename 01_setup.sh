@@ -76,7 +76,7 @@ make_venv() {
 install() {
 	local dir=$1 section wanted stamp backend=()
 	shift
-	wanted=$(for section in "$@"; do awk -v s="[$section]" '$0 == s { on = 1; found = 1; next } /^\[/ { on = 0 } on && NF && !/^#/; END { exit !found }' env_freeze.txt || die "env_freeze.txt has no section [$section]" 2; done)
+	wanted=$(for section in "$@"; do awk -v s="[$section]" '$0 == s { on = 1; found = 1; next } /^\[/ { on = 0 } on && NF && !/^#/; END { exit !found }' env_freeze.txt || die "env_freeze.txt has no section [$section]" 2; done) || exit 2
 	stamp=$(printf '%s' "$wanted" | sha256sum | cut -d' ' -f1)
 	[[ $(cat "$dir/.trajoule-$1" 2>/dev/null) != "$stamp" ]] || return 0
 	log "$dir: installing $(wc -l <<<"$wanted") packages ($*)"
@@ -136,4 +136,5 @@ if ((${#missing[@]})); then
 		warn "missing: ${missing[*]}; run \`sudo $apt_command\` (needed where tasks run without Docker)"
 	fi
 fi
-log "ready (profile $PROFILE); next: bash 00_env_check.sh"
+log "ready (profile $PROFILE)"
+next "\`${GIVEN}bash 00_env_check.sh\`"

@@ -6,6 +6,7 @@
 #   bash 02_serve_vllm.sh
 #   PROFILE=h200 MAX_MODEL_LEN=16384 bash 02_serve_vllm.sh
 source "$(dirname "$0")/common.sh"
+[[ $# -eq 0 ]] || die "unknown argument '$1' (see --help)" 2
 need_venv
 need "$SERVER_VENV/bin/python" "bash 01_setup.sh"
 SERVER_PY=$ROOT/$SERVER_VENV/bin/python
@@ -28,7 +29,7 @@ vllm)
 		--load-format "$LOAD_FORMAT" --enable-prefix-caching --enable-prompt-tokens-details "${more[@]}")
 	[[ ! -e $MODEL ]] || export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1
 	;;
-openai) die "SERVER_KIND=openai means a server that you start yourself: start it on port $PORT, then go on with 03_calibrate.sh" 2 ;;
+openai) die "SERVER_KIND=openai means a server that you start yourself: start it on port $PORT, then go on with \`${GIVEN}bash 03_calibrate.sh\`" 2 ;;
 esac
 
 port_free "$PORT" || [[ -e $RUN_DIR/server-$PORT.json ]] || die "port $PORT is taken: stop what listens there, or set PORT"

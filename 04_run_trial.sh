@@ -8,15 +8,17 @@
 #
 # TASK is a folder, a name in TASKS_DIR, or DATASET@VERSION/NAME. POLICY: summarize-off, summarize-<N>k (once the history exceeds N x 1024
 # tokens), summarize-on (the agent's default). With MODE=replay the proxy answers from RECORDING (default: the task's recordings in turn).
-# Leaves DATA_DIR/traj/<task>__<policy>__r<rep>/ with trial.json written last. A finished trajectory is kept; an unfinished one is moved to
-# DATA_DIR/traj_unfinished/ and run again. Exit code 0: measured (whatever the reward), 3: infrastructure failed, 2: bad input.
+# Leaves DATA_DIR/traj/<task>__<policy>__r<rep>/ with trial.json written last. A finished trajectory is kept, with its exit code; an unfinished one
+# is moved to DATA_DIR/traj_unfinished/ and run again. Exit code 0: measured (whatever the reward), 3: infrastructure failed, 2: bad input.
 # Several at a time (06_run_batch.sh with CONCURRENCY) share the server, its cache and one sampler, that of the group in GROUP_DIR.
 source "$(dirname "$0")/common.sh"
 [[ $# -ge 3 && $# -le 4 ]] || die "expected TASK POLICY REP [RECORDING], got $# argument(s) (see --help)" 2
 TASK=$1 POLICY=$2 REP=$3
-[[ $REP =~ ^[1-9][0-9]*$ ]] || die "REP='$REP': expected 1, 2, 3 …" 2
+[[ $REP =~ ^[1-9][0-9]{0,4}$ ]] || die "REP='$REP': expected 1, 2, 3 …" 2
+[[ $MODE == replay || $# -eq 3 ]] || die "RECORDING='$4': with MODE=$MODE nothing is replayed; leave it out, or set MODE=replay" 2
 need_venv
-NAME=$(basename "$TASK")__${POLICY}__r$REP
+"$PY" stages/trial.py check --task "$TASK" --tasks-dir "$TASKS_DIR" --registry "$TASK_REGISTRY" --policy "$POLICY" || exit 2
+NAME=$(trajectory_name "$TASK" "$POLICY" "$REP")
 DIR=$TRAJ_DIR/$NAME
 
 RECORDING=
@@ -26,23 +28,23 @@ if [[ $MODE == replay ]]; then
 	[[ -r $RECORDING ]] || die "MODE=replay needs a recording of $(basename "$TASK"): $RECORDING is missing" 2
 fi
 if [[ -e $DIR/trial.json ]]; then
-	"$PY" stages/trial.py kept --dir "$DIR" --mode "$MODE" --recording "$RECORDING" >&2 || exit 2
+	"$PY" stages/trial.py kept --dir "$DIR" --mode "$MODE" --recording "$RECORDING" >&2 || exit $?
 	exit 0
 fi
-(($(free_mb .) >= MIN_FREE_MB)) || die "$(free_mb .) MB of disk are free, a trial needs MIN_FREE_MB=$MIN_FREE_MB"
+(($(free_mb "$DATA_DIR") >= MIN_FREE_MB)) || die "$(free_mb "$DATA_DIR") MB of disk are free in $DATA_DIR, a trial needs MIN_FREE_MB=$MIN_FREE_MB"
 GROUP_DIR=${GROUP_DIR:-}
 [[ -n $GROUP_DIR ]] || measuring_lock # a group's lock is the batch's
+clean_containers() { remove_containers "$DIR"; }
 set_aside "$NAME"
 
-adapter wait --timeout 10 || die "no model server at $SERVER_URL: start it with \`bash 02_serve_vllm.sh\`"
-model=$(adapter model)
-read -r SERVED CONTEXT <<<"$model"
-[[ $CONTEXT != - ]] || CONTEXT=$MAX_MODEL_LEN
-"$PY" stages/trial.py prepare --dir "$DIR" --task "$TASK" --tasks-dir "$TASKS_DIR" --registry "$TASK_REGISTRY" --policy "$POLICY" --rep "$REP" --mode "$MODE" \
+need_server
+served_model
+deadline_s=$("$PY" stages/trial.py prepare --dir "$DIR" --task "$TASK" --tasks-dir "$TASKS_DIR" --registry "$TASK_REGISTRY" --policy "$POLICY" --rep "$REP" --mode "$MODE" \
 	--recording "$RECORDING" --model "$SERVED" --context "$CONTEXT" --profile "$PROFILE" --environment "$(environment_kind)" \
 	--server-kind "$SERVER_KIND" --server-version "$(adapter version || echo -)" --proxy-url "$PROXY_URL" --temperature "$TEMPERATURE" \
 	--max-turns "$MAX_TURNS" --max-output-tokens "$MAX_OUTPUT_TOKENS" --agent-timeout "$AGENT_TIMEOUT_S" --llm-timeout "$LLM_TIMEOUT_S" \
-	--schema "$RESPONSE_SCHEMA" ${GROUP_DIR:+--group "$GROUP_DIR" --members "$GROUP_MEMBERS"} >&2 || exit 2
+	--schema "$RESPONSE_SCHEMA" --deadline "$TRIAL_DEADLINE_S" ${IDLE_BASELINE:+--idle "$IDLE_BASELINE"} \
+	${GROUP_DIR:+--group "$GROUP_DIR" --members "$GROUP_MEMBERS"}) || exit 2
 mkdir -p "$DIR/logs"
 
 if [[ -n $GROUP_DIR ]]; then
@@ -59,16 +61,17 @@ start_proxy "$DIR/calls.jsonl" "$DIR/logs/proxy.log" "${proxy_args[@]}"
 # The agent's key: local servers take any, but litellm wants one.
 export OPENAI_API_KEY=${OPENAI_API_KEY:-unused}
 T_BEGIN=$(date +%s.%6N) code=0
-supervise --log "$DIR/logs/harbor.log" --deadline "$TRIAL_DEADLINE_S" -- "$PY" stages/warm_harbor.py run -c "$DIR/job.json" -y || code=$?
+supervise --log "$DIR/logs/harbor.log" --needs "$PROXY_PID" --needs "${SAMPLER_PID:-$GROUP_SAMPLER}" --deadline "$deadline_s" -- "$PY" stages/warm_harbor.py run -c "$DIR/job.json" -y || code=$?
 T_END=$(date +%s.%6N)
 sleep 0.3 # the counters' last step is then in the file
 broken=
+((code != 123)) || broken="the sampler or the proxy ended while Harbor ran: see $DIR/logs${GROUP_DIR:+ and $GROUP_DIR}"
 [[ -n $GROUP_DIR ]] || stop "$SAMPLER_PID" || broken="the sampler ended badly (exit $?): see $DIR/logs/sampler.log"
 stop "$PROXY_PID" || broken="the proxy ended badly (exit $?): see $DIR/logs/proxy.log"
-remove_containers "$DIR"
+clean_containers
 down=()
 adapter wait --timeout 5 2>/dev/null || down=(--server-down)
 rc=0
-"$PY" stages/trial.py finish --dir "$DIR" --harbor-exit "$code" --deadline "$TRIAL_DEADLINE_S" --t-begin "$T_BEGIN" --t-end "$T_END" \
+"$PY" stages/trial.py finish --dir "$DIR" --harbor-exit "$code" --deadline "$deadline_s" --t-begin "$T_BEGIN" --t-end "$T_END" \
 	--calib "$CALIB_RESULTS" "${down[@]}" ${broken:+--broken "$broken"} >&2 || rc=$?
 exit "$rc"

@@ -7,23 +7,27 @@
 #   ORACLE_JOBS=8 bash 05_oracle_check.sh tasks/tb2.txt
 #   FORCE=1 ENVIRONMENT=local_env bash 05_oracle_check.sh tasks/local.txt
 #
-# Leaves oracle_ok.txt and oracle_times.csv (seconds of pull, build, start, solution and verifier; why a task does not work) in ORACLE_DIR and
-# Harbor's folders in DATA_DIR/oracle/. Exit code 1 when no task works.
+# Leaves oracle_ok.txt (the tasks of the list that work, in this environment) and oracle_times.csv (seconds of pull, build, start, solution and
+# verifier; why a task does not work) in ORACLE_DIR and Harbor's folders in DATA_DIR/oracle/. Exit code 1 when no task of the list works.
 source "$(dirname "$0")/common.sh"
 [[ $# -eq 1 ]] || die "expected one task list, got $# argument(s) (see --help)" 2
-setting ORACLE_JOBS '[1-9][0-9]*' 'a whole number from 1 on'
 need_venv
-[[ -r $1 ]] || die "task list '$1' is missing; local tasks: tasks/local.txt" 2
+need_list "$1"
+folders "$ORACLE_DIR" "$DATA_DIR/oracle"
 TIMES=$ORACLE_DIR/oracle_times.csv OK=$ORACLE_DIR/oracle_ok.txt
+[[ ! $1 -ef $OK ]] || die "task list '$1' is what this stage writes: give it the list that it was made from" 2
 measuring_lock # the solutions would be in another stage's counters
 [[ -z ${FORCE:-} ]] || rm -f "$TIMES" "$OK"
+clean_containers() { remove_containers "$DATA_DIR"/oracle/*; }
+clean_containers # of a check that was ended by kill -9
 export OPENAI_API_KEY=unused
 code=0
 supervise -- "$PY" stages/oracle.py --list "$1" --tasks-dir "$TASKS_DIR" --registry "$TASK_REGISTRY" --jobs "$ORACLE_JOBS" --environment "$(environment_kind)" \
 	--folder "$DATA_DIR/oracle" --times "$TIMES" --ok "$OK" --deadline "$TRIAL_DEADLINE_S" ${RETRY:+--retry} >&2 || code=$?
-((code != 130 && code != 143)) || die "interrupted; the same command goes on" "$code"
+((code != 130 && code != 143)) || interrupted "$code"
+((code != 2)) || exit 2 # what is wrong was said
 ((code == 0)) || die "the check failed (exit $code)" "$code"
-works=$(grep -cv '^#' "$OK" || true)
+works=$(grep -cv '^#' "$OK") || true
 log "$works task(s) work here: $OK (times and reasons: $TIMES)"
 ((works > 0)) || die "no task works here: see the reasons in $TIMES and Harbor's logs under $DATA_DIR/oracle"
-log "next: bash 06_run_batch.sh LIST \"summarize-off summarize-8k\" REPETITIONS"
+next "\`${GIVEN}bash 06_run_batch.sh $OK summarize-off 3\`"

@@ -20,7 +20,8 @@ while (($#)); do
 	case $1 in
 	--dry-run) DRY=1 ;;
 	--shard)
-		SHARD=${2:-}
+		[[ $# -ge 2 ]] || die "--shard: expected i/n behind it, such as 2/4" 2
+		SHARD=$2
 		shift
 		;;
 	-*) die "unknown option '$1' (see --help)" 2 ;;
@@ -30,56 +31,73 @@ while (($#)); do
 done
 [[ ${#positional[@]} -eq 3 ]] || die "expected LIST \"POLICIES\" REPETITIONS, got ${#positional[@]} argument(s) (see --help)" 2
 LIST=${positional[0]} POLICIES=${positional[1]} REPS=${positional[2]}
-[[ -r $LIST ]] || die "task list '$LIST' is missing" 2
-[[ $REPS =~ ^[1-9][0-9]*$ ]] || die "REPETITIONS='$REPS': expected a whole number from 1 on" 2
-((CONCURRENCY >= 1)) || die "setting CONCURRENCY='$CONCURRENCY': expected a whole number from 1 on" 2
+need_list "$LIST"
+need_repetitions "$REPS"
 [[ $SERVER_KIND != llamacpp ]] || ((CONCURRENCY <= SERVER_SLOTS)) ||
 	die "setting CONCURRENCY='$CONCURRENCY': the server has SERVER_SLOTS=$SERVER_SLOTS slots and would make calls wait; restart it with more" 2
 need_venv
 
 PLAN=$TRAJ_DIR/plan.csv
-plan_args=(--list "$LIST" --policies "$POLICIES" --reps "$REPS" --mode "$MODE" --seed "$BATCH_SEED" --recordings "$RECORDINGS_DIR" --shard "$SHARD" --show)
+plan_args=(--list "$LIST" --policies "$POLICIES" --reps "$REPS" --mode "$MODE" --seed "$BATCH_SEED" --tasks-dir "$TASKS_DIR" --recordings "$RECORDINGS_DIR" --shard "$SHARD" --show)
 if [[ -n $DRY ]]; then
-	scratch=$(mktemp -d)
-	[[ ! -e $PLAN ]] || cp "$PLAN" "$scratch"
-	"$PY" stages/plan.py --plan "$scratch/plan.csv" "${plan_args[@]}"
-	rm -rf "$scratch"
+	"$PY" stages/plan.py --plan "$PLAN" "${plan_args[@]}" --dry-run || exit $?
 	exit 0
 fi
-read_rows() { # the plan's rows of this shard, each with `open`, `measured` or `failed` (for infrastructure reasons)
+read_rows() { # [--dry-run]: the plan's rows of this shard, each with `open`, `measured` or `failed` (for infrastructure reasons)
 	local rows
-	rows=$("$PY" stages/plan.py --plan "$PLAN" "${plan_args[@]}") || exit 2
-	mapfile -t ROWS <<<"$rows"
+	rows=$("$PY" stages/plan.py --plan "$PLAN" "${plan_args[@]}" "$@") || exit 2
+	ROWS=()
+	[[ -z $rows ]] || mapfile -t ROWS <<<"$rows"
 	MEASURED=$(grep -c $'\tmeasured\t' <<<"$rows") || true
 }
 name_of() { # ROW of the plan: its trajectory
 	local task policy rep
 	IFS=$'\t' read -r task policy rep _ <<<"$1"
-	echo "$(basename "$task")__${policy}__r$rep"
+	trajectory_name "$task" "$policy" "$rep"
 }
-read_rows
+read_rows --dry-run
+if ((${#ROWS[@]} == 0)); then
+	log "shard $SHARD has nothing to do: the list, policies and repetitions make fewer trajectories than shards"
+	exit 0
+fi
 if ((MEASURED == ${#ROWS[@]})); then
 	log "all ${#ROWS[@]} trajectories are measured already"
 	exit 0
 fi
 
-adapter wait --timeout 10 || die "no model server at $SERVER_URL: start it with \`bash 02_serve_vllm.sh\`"
+folders "$DATA_DIR" "$RESULTS_DIR"
+need_server
+served_model
+plan_args+=(--context "$CONTEXT")
+# Only now is the plan written: a batch that never began has planned nothing.
+read_rows
 BATCH_DIR=$DATA_DIR/batch${CALIB_NAME#calib} # nodes that share a checkout have a calibration, and so a folder, of their own
-mkdir -p "$BATCH_DIR" logs
+folders "$BATCH_DIR"
 export ERROR_FILE=$BATCH_DIR/last_error
 
 idle_power() { # CSV SECONDS [ARGS of idle_check]: the idle power now against the calibration; 4 when it is another
 	local csv=$1 code=0
-	sampler_args
 	measuring_lock
-	supervise --log "$BATCH_DIR/sampler.log" -- "${SAMPLER[@]}" -o "$csv" --duration "$2" || die "the sampler failed: $(tail -n 1 "$BATCH_DIR/sampler.log")"
+	quiet "$csv" "$2" "$BATCH_DIR/sampler.log"
 	measuring_unlock
 	"$PY" stages/idle_check.py --idle "$csv" --calib "$CALIB_RESULTS" "${@:3}" >&2 || code=$?
 	return "$code"
 }
-# One baseline a start, so that a shift of the idle power since the calibration shows.
+[[ $(environment_kind) != local_env ]] || command -v asciinema >/dev/null ||
+	warn "no asciinema here: without terminal recordings the time of a command is the wait that the agent asked for (apt-get install -y asciinema)"
+if [[ $WARM_UP_S != 0 && -e $CALIB_RESULTS/params.json ]]; then
+	log "warm-up: calls of many sizes, at most $WARM_UP_S s"
+	measuring_lock # nothing is measured here, but its calls would be in another stage's counters
+	supervise --log "$BATCH_DIR/warm_up.log" -- "$PY" stages/warm_up.py --url "$SERVER_URL" --kind "$SERVER_KIND" --calib "$CALIB_RESULTS" \
+		--limit-s "$WARM_UP_S" || true
+	measuring_unlock
+	log "$(tail -n 1 "$BATCH_DIR/warm_up.log")"
+fi
+# One baseline a start: a shift of the idle power since the calibration shows, and the trajectories are aligned with what is true now.
 log "loaded-idle power: ${BATCH_IDLE_S} s of quiet"
-idle_power "$BATCH_DIR/idle_loaded.$(date -u +%Y%m%dT%H%M%S).csv" "$BATCH_IDLE_S" || true
+export IDLE_BASELINE
+IDLE_BASELINE=$BATCH_DIR/idle_loaded.$(date -u +%Y%m%dT%H%M%S).csv
+idle_power "$IDLE_BASELINE" "$BATCH_IDLE_S" || true
 
 unready() { # why no trial can start now, nothing when one can
 	(($(free_mb "$DATA_DIR") >= MIN_FREE_MB)) || echo "$(free_mb "$DATA_DIR") MB of disk are free, a trial needs MIN_FREE_MB=$MIN_FREE_MB"
@@ -114,13 +132,8 @@ drift_check() { # the calibration's reference cell again
 	log "drift check: reference cell ${cell/ //}"
 	measuring_lock
 	mkdir -p "$folder"
-	start_proxy "$folder/proxy.jsonl" "$folder/proxy.log"
-	start_sampler "$folder/samples.csv" "$folder/sampler.log"
-	supervise --log "$folder/microbench.log" -- "$PY" microbench.py --base-url "$SERVER_URL" --proxy-url "$PROXY_URL" --server-kind "$SERVER_KIND" --out "$folder/calls.jsonl" \
-		--transport "$CALIB_TRANSPORT" --quiet-s "$CALIB_QUIET_S" --contexts "${cell% *}" --outputs "${cell#* }" --reps 1 --reference none || rc=$?
-	sleep 0.3
-	stop "$SAMPLER_PID" || true
-	stop "$PROXY_PID" || true
+	BENCH_LOG=$folder/microbench.log bench "$folder/samples.csv" "$folder/calls.jsonl" "$folder/bench" --contexts "${cell% *}" --outputs "${cell#* }" \
+		--reps 1 --reference none || rc=$?
 	measuring_unlock
 	if ((rc != 0)); then
 		warn "the drift check failed (exit $rc): $(tail -n 1 "$folder/microbench.log")"
@@ -131,6 +144,12 @@ drift_check() { # the calibration's reference cell again
 }
 
 status() { "$PY" stages/status.py --traj "$TRAJ_DIR" --waste "$DATA_DIR/waste.csv" --out "$RESULTS_DIR/status.html" --title "$PROFILE: $LIST" || true; }
+UNDER_WAY=() # names of the trials that run
+wrap_up() {  # an attempt that was cut off is waste at once, not when its trial runs again
+	local name
+	for name in "${UNDER_WAY[@]}"; do [[ -e $TRAJ_DIR/$name/trial.json ]] || set_aside "$name"; done
+	status >/dev/null
+}
 reason_of() { # NAME EXIT_CODE: why its trial failed
 	"$PY" -c 'import json, sys; from stages.plan import infra_failure; print(infra_failure(json.load(open(sys.argv[1]))))' "$TRAJ_DIR/$1/trial.json" 2>/dev/null ||
 		cat "$ERROR_FILE" 2>/dev/null || echo "04_run_trial.sh ended with exit code $2"
@@ -147,19 +166,20 @@ done
 ran=0 in_a_row=0
 failed=()
 settle() { # ROW EXIT_CODE of its trial
-	local name
+	local name why
 	name=$(name_of "$1")
 	ran=$((ran + 1))
 	case $2 in
 	0) in_a_row=0 ;;
-	130 | 143) die "interrupted at $name; the same command goes on from there" "$2" ;;
+	130 | 143) interrupted "$2" ;;
 	2) die "$name cannot be run (see above); the same command goes on once that is mended" 2 ;;
 	*)
 		failed+=("$1")
 		in_a_row=$((in_a_row + 1))
-		log "$name failed for infrastructure reasons: $(reason_of "$name" "$2")"
+		why=$(reason_of "$name" "$2")
+		log "$name failed for infrastructure reasons: $why"
 		((in_a_row < MAX_INFRA_FAILURES)) ||
-			die "$in_a_row trials in a row failed for infrastructure reasons (MAX_INFRA_FAILURES), the last, $name: $(reason_of "$name" "$2"); logs: $TRAJ_DIR/$name/logs"
+			die "$in_a_row trials in a row failed for infrastructure reasons (MAX_INFRA_FAILURES), the last, $name: $why; logs: $TRAJ_DIR/$name/logs"
 		;;
 	esac
 }
@@ -171,16 +191,17 @@ run_alone() { # ROW
 }
 run_group() { # ROWS that run at the same time: one server, one sampler, a proxy each
 	local task policy rep mode recording row pid rc i=0 pids=() codes=() broken=
-	export GROUP_DIR GROUP_MEMBERS=""
+	export GROUP_DIR GROUP_MEMBERS="" GROUP_SAMPLER
 	GROUP_DIR=$DATA_DIR/traj_groups/$(date -u +%Y%m%dT%H%M%S).$(hostname)
 	for row in "$@"; do GROUP_MEMBERS+="$(name_of "$row") "; done
 	mkdir -p "$GROUP_DIR"
 	measuring_lock
 	cold_cache "a group of $#"
 	start_sampler "$GROUP_DIR/samples.csv" "$GROUP_DIR/sampler.log"
+	GROUP_SAMPLER=$SAMPLER_PID
 	for row in "$@"; do
 		IFS=$'\t' read -r task policy rep mode _ recording <<<"$row"
-		MODE=$mode PROXY_PORT=$((PROXY_PORT + i)) ERROR_FILE=$ERROR_FILE.$i spawn pid -- bash 04_run_trial.sh "$task" "$policy" "$rep" ${recording:+"$recording"}
+		MODE=$mode PROXY_PORT=$((PROXY_PORT + i)) ERROR_FILE=$ERROR_FILE.$i TRAJOULE_CALLER=$STAGE spawn pid --grace 40 -- bash 04_run_trial.sh "$task" "$policy" "$rep" ${recording:+"$recording"}
 		pids+=("$pid")
 		i=$((i + 1))
 	done
@@ -191,7 +212,7 @@ run_group() { # ROWS that run at the same time: one server, one sampler, a proxy
 	done
 	stop "$SAMPLER_PID" || broken="the sampler ended badly (exit $?): see $GROUP_DIR/sampler.log"
 	measuring_unlock
-	unset GROUP_DIR GROUP_MEMBERS
+	unset GROUP_DIR GROUP_MEMBERS GROUP_SAMPLER
 	i=0
 	for row in "$@"; do
 		rm -f "$ERROR_FILE"
@@ -208,13 +229,15 @@ run_group() { # ROWS that run at the same time: one server, one sampler, a proxy
 run_rows() { # rows of the plan, CONCURRENCY at a time; what failed for infrastructure reasons goes to `failed`
 	local i names before=$ran
 	for ((i = 1; i <= $#; i += CONCURRENCY)); do
-		names=$(for row in "${@:i:CONCURRENCY}"; do name_of "$row"; done)
+		mapfile -t names < <(for row in "${@:i:CONCURRENCY}"; do name_of "$row"; done)
 		((DRIFT_EVERY == 0 || (ran > 0 && ran / DRIFT_EVERY == before / DRIFT_EVERY))) || drift_check
 		before=$ran
-		check_machine "${names//$'\n'/ }"
-		log "$i/$# ${names//$'\n'/ }"
+		check_machine "${names[*]}"
+		log "$i/$# ${names[*]}"
 		rm -f "$ERROR_FILE"*
+		UNDER_WAY=("${names[@]}")
 		if ((CONCURRENCY > 1 && i < $#)); then run_group "${@:i:CONCURRENCY}"; else run_alone "${!i}"; fi
+		UNDER_WAY=()
 		log "$(status)"
 	done
 }
@@ -235,5 +258,5 @@ if ((${#again[@]})); then
 	run_rows "${again[@]}"
 fi
 read_rows
-log "next: $PY align_trial.py $TRAJ_DIR/*/ --calib $CALIB_RESULTS --out $RESULTS_DIR/trials.csv"
+next "\`$PY align_trial.py $TRAJ_DIR/*/ --calib $CALIB_RESULTS --out $RESULTS_DIR/trials.csv\`"
 ((MEASURED == ${#ROWS[@]})) || exit 3

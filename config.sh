@@ -5,7 +5,7 @@
 
 : "${PROFILE=l4x2-qwen3-coder}" # a file of profiles/ without .sh, or the path of one
 if [[ $PROFILE == */* ]]; then PROFILE_FILE=$PROFILE; else PROFILE_FILE=$ROOT/profiles/$PROFILE.sh; fi
-if [[ ! -r $PROFILE_FILE ]]; then
+if [[ ! -f $PROFILE_FILE || ! -r $PROFILE_FILE ]]; then
 	echo "config.sh: PROFILE=$PROFILE: no file $PROFILE_FILE; there are: $(cd "$ROOT/profiles" && printf '%s ' *.sh)" >&2
 	exit 2
 fi
@@ -72,10 +72,11 @@ PROFILE_NAME=$(basename "$PROFILE_FILE" .sh)
 : "${AGENT_TIMEOUT_S=}"       # empty: the task's own
 : "${ORACLE_JOBS=2}"          # reference solutions at a time; they wait more than they compute, but their time limits count
 : "${LLM_TIMEOUT_S=3600}"     # s that the agent waits for one call
-: "${TRIAL_DEADLINE_S=7200}"  # s for one whole trial; beyond it the trial counts as infrastructure failure
+: "${TRIAL_DEADLINE_S=7200}"  # s for one whole trial, beyond which it is an infrastructure failure; never less than the task's own limits
 : "${CONCURRENCY=1}"          # trajectories of a batch at a time; their energy is shared out by the call model
 : "${BATCH_SEED=1}"           # order of a batch: repetitions interleaved, shuffled within
 : "${BATCH_IDLE_S=60}"        # s of the loaded-idle baseline before a batch
+: "${WARM_UP_S=0}"            # s that calls of many sizes may take before a batch, until none waits for kernels to be compiled; 0: none
 : "${CHECK_IDLE_S=3}"         # s of quiet before each trial, whose power is compared with the calibration's; 0: not measured
 : "${CHECK_WAIT_S=60}"        # s that a trial waits for disk, port, GPUs and idle power to become as they should
 : "${DRIFT_EVERY=20}"         # after every so many trials the calibration's reference cell runs again; 0: never

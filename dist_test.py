@@ -1,11 +1,11 @@
 """Check that the GPUs of this machine can talk to each other, with short deadlines, so that a hang becomes a message.
 
-    python dist_test.py                                # the first two GPUs: copies between them, then NCCL all-reduce
-    python dist_test.py --gpus 0,1,2,3 --step-timeout-s 60
-    python dist_test.py --backend gloo                 # the same check between processes on the CPU, no GPU needed
-    python dist_test.py --ranks 0 --master-port 29511  # rank 0 here; rank 1 by the same command with --ranks 1, in a container for instance
+    .venv-vllm/bin/python dist_test.py                                # the first two GPUs: copies between them, then NCCL all-reduce
+    .venv-vllm/bin/python dist_test.py --gpus 0,1,2,3 --step-timeout-s 60
+    .venv-vllm/bin/python dist_test.py --backend gloo                 # the same check between processes on the CPU, no GPU needed
+    .venv-vllm/bin/python dist_test.py --ranks 0 --master-port 29511  # rank 0 here; rank 1 by the same command with --ranks 1, in a container for instance
 
-Run it with the interpreter that has the server's torch (.venv/bin/python). A tensor-parallel server that hangs at its start says
+Run it with the interpreter that has the server's torch (SERVER_VENV). A tensor-parallel server that hangs at its start says
 nothing for minutes; this says which step hangs within --step-timeout-s. Each step runs in a process of its own; the parent watches
 the clock and kills what does not move. Data is compared, since a broken peer-to-peer path can also deliver zeros at full speed.
 

@@ -28,5 +28,5 @@
 : "${RESPONSE_SCHEMA=servers/terminus2.schema.json}"
 : "${MAX_TURNS=12}"
 : "${MAX_OUTPUT_TOKENS=512}"
-: "${TRIAL_DEADLINE_S=600}"
+: "${TRIAL_DEADLINE_S=2400}"
 : "${MIN_FREE_MB=500}"

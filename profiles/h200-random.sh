@@ -6,8 +6,9 @@
 : "${SERVED_MODEL=qwen3-30b-a3b-fp8-random}"
 : "${LOAD_FORMAT=random}"
 : "${MODE=replay}"
-# Noise does not survive decoding and encoding, so the server may write only whole words, which do. The other way, REPLAY_MODE=force, cost
-# 45 % of the decode time on an H200 with vLLM 0.26 (bench/h200_pairs_force.csv).
+# Noise does not survive decoding and encoding, so the server may write only whole words, which do; that costs nothing that 12 pairs could show
+# (+0.06 +- 0.19 % of the decode time, bench/h200_pairs_words.csv). The other way, REPLAY_MODE=force, cost 45 % on an H200 with vLLM 0.26
+# (bench/h200_pairs_force.csv).
 : "${REPLAY_WORDS=1}"
 # shellcheck source=profiles/h200.sh
 source "$ROOT/profiles/h200.sh"

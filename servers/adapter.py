@@ -1,6 +1,6 @@
 """What differs between LLM servers, in one class per kind: cache reset, exact lengths, tokens of a text. Nothing else in the pipeline knows.
 
-    python servers/adapter.py wait    --kind llamacpp --url http://127.0.0.1:8000 --timeout 60
+    python servers/adapter.py wait    --kind llamacpp --url http://127.0.0.1:8000 --timeout 60 [--model NAME]
     python servers/adapter.py model   --kind vllm     --url http://127.0.0.1:8000      # prints: NAME CONTEXT
     python servers/adapter.py version --kind vllm     --url http://127.0.0.1:8000
     python servers/adapter.py reset   --kind llamacpp --url http://127.0.0.1:8000      # empties the prefix cache, or says why not
@@ -8,7 +8,8 @@
 
 Kinds: `vllm` (needs VLLM_SERVER_DEV_MODE=1 for the reset and --enable-prompt-tokens-details), `llamacpp` (llama.cpp's server, with slots
 that may be saved), `openai` (any other OpenAI-compatible server: no reset, no exact lengths). URLs are the server's root, without /v1.
-Only the standard library is used. Exit codes: 0 yes, 1 the server refused or is down, 2 bad arguments.
+Only the standard library is used. Exit codes: 0 yes, 1 the server refused or is down, 2 bad arguments, or (`wait --model`) a server of another
+kind or model than they say.
 """
 
 import argparse
@@ -20,10 +21,19 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from stages.arguments import parsed  # noqa: E402
 
 
 class ServerError(RuntimeError):
     """The server refused, answered nonsense or could not be reached; the text says which request and why."""
+
+
+def excerpt(text):
+    """The beginning of an answer in one line, to end a message with."""
+    return f": {' '.join(text[:300].split())}" if text.strip() else ""
 
 
 class Adapter:
@@ -47,47 +57,61 @@ class Adapter:
         req = urllib.request.Request(self.base_url + path, data=data, method=method or ("POST" if data is not None else "GET"))
         req.add_header("Content-Type", "application/json")
         try:
-            with self.opener.open(req, timeout=timeout_s or self.timeout_s) as r:
+            try:
+                r = self.opener.open(req, timeout=timeout_s or self.timeout_s)
+            except urllib.error.HTTPError as e:
+                r = e
+            with r:
                 return r.status, r.read().decode("utf-8", "replace")
-        except urllib.error.HTTPError as e:
-            return e.code, e.read().decode("utf-8", "replace")
         except (OSError, ValueError, http.client.HTTPException) as e:
-            raise ServerError(f"{req.get_method()} {self.base_url + path}: {getattr(e, 'reason', e)}") from e
+            raise ServerError(f"{req.get_method()} {self.base_url + path}: {' '.join(str(getattr(e, 'reason', e)).split())}") from e
 
     def json(self, path, body=None, method=None, timeout_s=None):
         """Parsed JSON of a request that must answer 200."""
         status, text = self.request(path, body, method, timeout_s)
         if status != 200:
-            raise ServerError(f"{self.base_url + path} answered {status}, expected 200: {text[:300]}")
+            raise ServerError(f"{self.base_url + path} answered {status}, expected 200{excerpt(text)}")
         try:
             return json.loads(text)
         except ValueError as e:
-            raise ServerError(f"{self.base_url + path} answered no JSON: {text[:300]}") from e
+            raise ServerError(f"{self.base_url + path} answered no JSON{excerpt(text)}") from e
 
     def wait_ready(self, timeout_s, alive=None):
         """Wait until the server lists a model. `alive()` may end the wait early by returning False (its process has died)."""
         end = time.monotonic() + timeout_s
         while True:
             try:
-                if self.request("/v1/models", timeout_s=5)[0] == 200:
-                    return
-                why = "it answers, but lists no model yet"
+                self.model(timeout_s=min(max(timeout_s, 1), 5))
+                return
             except ServerError as e:
-                why = str(e)
+                error = e
             if alive is not None and not alive():
                 raise ServerError(f"the process of the server at {self.base_url} ended before it was ready")
             if time.monotonic() > end:
-                raise ServerError(f"no server at {self.base_url} after {timeout_s:.0f} s ({why}); start it with: bash 02_serve_vllm.sh")
+                if isinstance(error.__cause__, urllib.error.URLError) and isinstance(error.__cause__.reason, ConnectionRefusedError):
+                    raise ServerError(f"no server at {self.base_url} after {timeout_s:.0f} s ({error}); start it with: bash 02_serve_vllm.sh")
+                raise ServerError(
+                    f"what listens at {self.base_url} is no model server, or none that is ready ({error}): wait for it, stop it, or choose another PORT"
+                )
             time.sleep(0.25)
 
-    def model(self):
+    def check(self, model):
+        """Raises ValueError when the server is of another kind, or serves another model."""
+        for kind, path, key in (("vllm", "/version", '"version"'), ("llamacpp", "/props", '"build_info"')):
+            status, text = self.request(path, timeout_s=10)
+            if status == 200 and key in text and self.kind not in ("openai", kind):
+                raise ValueError(f"the server at {self.base_url} is of kind {kind}, the settings say SERVER_KIND={self.kind}")
+        if self.kind != "openai" and self.served() != model:  # what others serve has the name that they gave it
+            raise ValueError(f"the server at {self.base_url} serves {self.served()}, the settings say SERVED_MODEL={model}")
+
+    def model(self, timeout_s=None):
         """(served model name, context in tokens or None)."""
-        listed = self.json("/v1/models").get("data") or []
-        if not listed:
-            raise ServerError(f"{self.base_url}/v1/models lists no model")
-        first = listed[0]
-        meta = first.get("meta") or {}
-        return first["id"], first.get("max_model_len") or meta.get("n_ctx")
+        listed = self.json("/v1/models", timeout_s=timeout_s)
+        try:
+            first = listed["data"][0]
+            return first["id"], first.get("max_model_len") or (first.get("meta") or {}).get("n_ctx")
+        except (KeyError, IndexError, TypeError, AttributeError):
+            raise ServerError(f"{self.base_url}/v1/models lists no model") from None
 
     def served(self):
         """Name of the served model, asked for once."""
@@ -228,17 +252,25 @@ def get(kind, base_url, timeout_s=60.0):
     return KINDS[kind](base_url, timeout_s)
 
 
+def seconds(text):
+    """A time, for argparse."""
+    return parsed(float, text, lambda s: 0 <= s < 1e9, "seconds, 0 or more")
+
+
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("what", choices=["wait", "model", "version", "reset", "probe", "idle"])
     p.add_argument("--kind", required=True, choices=list(KINDS))
     p.add_argument("--url", required=True, help="root of the server, without /v1")
-    p.add_argument("--timeout", type=float, default=60.0, help="seconds to wait (for `wait`)")
+    p.add_argument("--timeout", type=seconds, default=60.0, help="seconds to wait (for `wait`)")
+    p.add_argument("--model", help="`wait` refuses a server of another kind or model")
     a = p.parse_args()
     server = get(a.kind, a.url)
     try:
         if a.what == "wait":
             server.wait_ready(a.timeout)
+            if a.model:
+                server.check(a.model)
         elif a.what == "model":
             print(*(x if x is not None else "-" for x in server.model()))
         elif a.what == "version":
@@ -253,6 +285,9 @@ def main():
     except (ServerError, KeyError) as e:
         print(f"adapter: {e}", file=sys.stderr)
         sys.exit(1)
+    except ValueError as e:
+        print(f"adapter: {e}", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -59,11 +59,14 @@ def with_context(path, ctx, cache_dir):
     out = cache_dir / f"{Path(path).stem}.ctx{ctx}.gguf"
     if not out.exists() or out.stat().st_size != os.path.getsize(path):
         tmp = out.with_suffix(f".tmp{os.getpid()}")
-        shutil.copyfile(path, tmp)
-        with open(tmp, "r+b") as f:
-            f.seek(offset)
-            f.write(struct.pack("<I", ctx))
-        os.replace(tmp, out)
+        try:
+            shutil.copyfile(path, tmp)
+            with open(tmp, "r+b") as f:
+                f.seek(offset)
+                f.write(struct.pack("<I", ctx))
+            os.replace(tmp, out)
+        finally:
+            tmp.unlink(missing_ok=True)  # 100 MB of half a copy on a disk that is full
     print(f"llamacpp: {ctx} tokens exceed the training context of {trained}: serving {out}", file=sys.stderr)
     return out
 

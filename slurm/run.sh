@@ -15,7 +15,8 @@ positional=()
 while (($#)); do
 	case $1 in
 	--nodes)
-		NODES=${2:-}
+		[[ $# -ge 2 && $2 != -* ]] || die "--nodes: expected a whole number behind it, such as 4" 2
+		NODES=$2
 		shift
 		;;
 	--)
@@ -28,13 +29,15 @@ while (($#)); do
 	shift
 done
 [[ ${#positional[@]} -eq 3 ]] || die "expected LIST \"POLICIES\" REPETITIONS, got ${#positional[@]} argument(s) (see --help)" 2
-[[ $NODES =~ ^[1-9][0-9]*$ ]] || die "--nodes '$NODES': expected a whole number from 1 on" 2
+need_repetitions "${positional[2]}"
+[[ $NODES =~ ^[1-9][0-9]{0,4}$ ]] || die "--nodes '$NODES': expected a whole number from 1 to 99999" 2
 command -v sbatch >/dev/null || die "sbatch is not here: run this where Slurm's commands are"
 need_venv
-mkdir -p logs "$DATA_DIR"
+need_list "${positional[0]}"
+folders logs "$DATA_DIR"
 # The plan first: a mistake in the list shows here, not on the nodes.
 "$PY" stages/plan.py --plan "$TRAJ_DIR/plan.csv" --list "${positional[0]}" --policies "${positional[1]}" --reps "${positional[2]}" --mode "$MODE" --seed "$BATCH_SEED" \
-	--recordings "$RECORDINGS_DIR" || exit 2
+	--tasks-dir "$TASKS_DIR" --recordings "$RECORDINGS_DIR" --context "$MAX_MODEL_LEN" || exit 2
 
 export TRAJOULE_ENVIRONMENT=$ENVIRONMENT # Slurm sets ENVIRONMENT itself
 # --exclusive: two shards on one node would be in each other's counters

@@ -12,24 +12,26 @@ NODE=${SLURMD_NODENAME:-$(hostname -s)}
 TRAJOULE_RUN_DIR=${TMPDIR:-/tmp}/trajoule-$(id -u)-$NODE
 export TRAJOULE_RUN_DIR
 export CALIB_NAME=calib.$NODE
-for setting in PORT:8000 PROXY_PORT:8100; do # ports that are free, unless they were asked for
-	name=${setting%:*} port=${setting#*:}
-	[[ -z ${!name:-} ]] || continue
-	while (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null; do port=$((port + 1)); done
-	export "$name=$port"
-done
+FREE_PORTS=1
 # shellcheck source=common.sh
 source common.sh
+NESTED=slurm # which runs a copy of this file: there is no command to repeat
 [[ $# -eq 3 ]] || die "expected LIST \"POLICIES\" REPETITIONS, got $# argument(s) (see --help)" 2
 log "shard ${SLURM_ARRAY_TASK_ID:-1} of ${SLURM_ARRAY_TASK_COUNT:-1} on $NODE, server port $PORT"
 
-[[ -e $CALIB_RESULTS/params.json || -e $CALIB_DATA/idle_bare.csv ]] || stage 03_calibrate.sh --idle-bare
+SHARD=${SLURM_ARRAY_TASK_ID:-1}/${SLURM_ARRAY_TASK_COUNT:-1}
+part=$(TRAJOULE_CALLER=$STAGE bash 06_run_batch.sh "$@" --shard "$SHARD" --dry-run) || exit $?
+if [[ -z $part ]]; then
+	log "nothing to do: there are fewer trajectories than shards"
+	exit 0
+fi
+[[ -e $CALIB_RESULTS/params.json || -e $CALIB_DATA/idle_bare.csv ]] || stage 03_calibrate.sh --idle-bare || exit $?
 start_server "logs/server.$NODE.log"
-stage 03_calibrate.sh
+stage 03_calibrate.sh || exit $?
 code=0
-stage 06_run_batch.sh "$@" --shard "${SLURM_ARRAY_TASK_ID:-1}/${SLURM_ARRAY_TASK_COUNT:-1}" || code=$?
+stage 06_run_batch.sh "$@" --shard "$SHARD" || code=$?
 stop "$SERVER_PID" || true
 mapfile -t folders < <("$PY" slurm/nodes.py folders --traj "$TRAJ_DIR" --calib "$CALIB_RESULTS")
 ((${#folders[@]} == 0)) ||
-	"$PY" align_trial.py "${folders[@]}" --calib "$CALIB_RESULTS" --out "$RESULTS_DIR/trials.$NODE.csv"
+	"$PY" align_trial.py "${folders[@]}" --calib "$CALIB_RESULTS" --out "$RESULTS_DIR/trials.$NODE.csv" || exit $?
 exit "$code"

@@ -1,4 +1,4 @@
-"""CSV files of the stages: read whole, put in place whole, or appended to."""
+"""Files that programs leave: put in place whole, and CSV files read whole or appended to."""
 
 import csv
 import os
@@ -11,15 +11,32 @@ def read(path):
             return list(csv.DictReader(f))
     except FileNotFoundError:
         return []
+    except (UnicodeDecodeError, csv.Error) as e:
+        raise ValueError(f"{path}: not a CSV file in UTF-8 ({e})") from None
+
+
+def put_whole(path, write):
+    """Let `write` fill a file beside `path`, then put it in its place: a killed program or a full disk leaves the earlier one as it was.
+    Raises OSError that names `path`, which the error of a full disk does not by itself."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.tmp{os.getpid()}{path.suffix}")
+    try:
+        write(beside)
+        os.replace(beside, path)
+    except OSError as e:
+        raise OSError(e.errno, e.strerror or str(e), str(path)) from None
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def replace(path, body):
-    """Put a file in place of an earlier one, whole or not at all: `body` writes it to the open file that it is given."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    tmp = path.with_name(f"{path.name}.tmp{os.getpid()}")
-    with open(tmp, "w", newline="", encoding="utf-8") as f:
-        body(f)
-    os.replace(tmp, path)
+    """Put a text file in place, whole or not at all: `body` writes it to the open file that it is given."""
+
+    def write(beside):
+        with open(beside, "w", newline="", encoding="utf-8") as f:
+            body(f)
+
+    put_whole(path, write)
 
 
 def write(path, fields, rows, extra="raise"):
@@ -34,10 +51,15 @@ def write(path, fields, rows, extra="raise"):
 
 
 def append(path, fields, rows):
-    """Add rows; a new file begins with the columns' names."""
-    new = not path.exists()
-    with open(path, "a", newline="", encoding="utf-8") as f:
-        w = csv.DictWriter(f, fields, lineterminator="\n")
-        if new:
-            w.writeheader()
-        w.writerows(rows)
+    """Add rows, all or none; a new file begins with the columns' names. Raises OSError that names `path`."""
+    size = path.stat().st_size if path.exists() else 0
+    try:
+        with open(path, "a", newline="", encoding="utf-8") as f:
+            w = csv.DictWriter(f, fields, lineterminator="\n")
+            if not size:
+                w.writeheader()
+            w.writerows(rows)
+    except OSError as e:
+        if path.exists():
+            os.truncate(path, size)
+        raise OSError(e.errno, e.strerror, str(path)) from None

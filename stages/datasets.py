@@ -25,6 +25,11 @@ from stages import plan  # noqa: E402
 
 DATASET = re.compile(r"(?P<name>[\w.-]+(?:/[\w.-]+)?)@(?P<version>[\w.-]+)")
 DOWNLOADS = re.compile(r"\b(?:curl|wget|apt-get install|apt install|pip3? install|uvx|uv (?:run|pip|tool)|npm (?:i|install|ci)|cargo install|git clone)\b")
+HARBOR_S = {"build": 600.0, "setup": 360.0, "verifier": 600.0}  # what Harbor allows where a task says nothing
+ENVIRONMENT = {  # what a task.toml may say there -> its types, in words
+    "docker_image": (str, "the name of an image, in quotes"), "memory_mb": (int | float, "MB, a number"), "cpus": (int | float, "a number"),
+    "gpus": (int, "a whole number"),
+}  # fmt: skip
 HOST = re.compile(r"https?://([\w.-]+)")
 
 
@@ -46,6 +51,11 @@ def folder_of(task, tasks_dir):
     return next((p for p in (Path(task), Path(tasks_dir) / task) if p.is_dir()), None)
 
 
+def inside(folder):
+    """The folders of the tasks below a folder that is no task itself."""
+    return sorted(p.parent for p in folder.glob("*/task.toml")) if folder and not (folder / "task.toml").is_file() else []
+
+
 async def names_of(part):
     """Task names of a data set. Raises ValueError with the way out when it cannot be had."""
     from harbor.models.job.config import DatasetConfig
@@ -59,19 +69,22 @@ async def names_of(part):
 
 
 def expand(lines, tasks_dir, registry=""):
-    """One line a task. Raises ValueError for a data set that cannot be looked up."""
+    """Single tasks, from what stands in the lines of a list (plan.read_list). Raises ValueError for a line that names nothing that is there."""
+    from stages import trial
+
     tasks = []
-    for line in lines:
+    for line, where in lines.items():
         folder, part = folder_of(line, tasks_dir), dataset(line, registry)
-        if folder and not (folder / "task.toml").is_file():
-            inside = sorted(p.parent for p in folder.glob("*/task.toml"))
-            if not inside:
-                raise ValueError(f"'{line}': no task.toml in this folder nor in those below it")
-            tasks += [str(p) for p in inside]
-        elif part and not folder:
-            tasks += [f"{line}/{name.rpartition('/')[2]}" for name in asyncio.run(names_of(part))]
-        else:
-            tasks.append(line)
+        try:
+            if part and not folder:
+                tasks += [f"{line}/{name.rpartition('/')[2]}" for name in asyncio.run(names_of(part))]
+            elif below := inside(folder):
+                tasks += [str(p) for p in below]
+            else:
+                trial.find_task(line, tasks_dir, registry)
+                tasks.append(line)
+        except ValueError as e:
+            raise ValueError(f"{where}: {e}") from None
     return tasks
 
 
@@ -97,9 +110,41 @@ def one_folder(task, tasks_dir, registry):
         raise ValueError(f"cannot be fetched: {e}; without a network take a folder of its tasks (git clone elsewhere)") from e
 
 
+def config_of(folder):
+    """A task's task.toml as a dict. Raises OSError, and ValueError that says what in which file Harbor could not use."""
+    path = Path(folder) / "task.toml"
+    try:
+        text = path.read_text(encoding="utf-8")
+        config = tomllib.loads(text)
+    except ValueError as e:
+        why = "it begins with a byte order mark" if not isinstance(e, UnicodeDecodeError) and text.startswith("\ufeff") else e
+        raise ValueError(f"{path}: {why}; expected TOML in UTF-8 without a byte order mark; mend the file, or leave the task out") from None
+    for section, key in (("environment", "build_timeout_sec"), ("agent", "timeout_sec"), ("verifier", "timeout_sec")):
+        table = config.get(section, {})
+        if not isinstance(table, dict):
+            raise ValueError(f"{path}: {section}: found {table!r:.60}, expected a table [{section}]")
+        value = table.get(key, 1)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+            raise ValueError(f"{path}: {key} of [{section}]: found {value!r:.60}, expected seconds, a number above 0")
+    for key, (kinds, what) in ENVIRONMENT.items():
+        value = config.get("environment", {}).get(key)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, kinds)):
+            raise ValueError(f"{path}: {key} of [environment]: found {value!r:.60}, expected {what}")
+    return config
+
+
+def limit_s(folder, agent_s=None):
+    """Seconds that a task allows itself: build, agent (or `agent_s`), verifier, and Harbor's own limit for setting the agent up. Raises as
+    config_of does."""
+    config = config_of(folder)
+    build = config.get("environment", {}).get("build_timeout_sec", HARBOR_S["build"])
+    agent = agent_s or config.get("agent", {}).get("timeout_sec") or 0
+    return build + HARBOR_S["setup"] + agent + config.get("verifier", {}).get("timeout_sec", HARBOR_S["verifier"])
+
+
 def needs(folder):
     """What a task's folder says that it needs, as a dict."""
-    config = tomllib.loads((folder / "task.toml").read_text(errors="replace"))
+    config = config_of(folder)
     environment = config.get("environment", {})
     script = "\n".join(p.read_text(errors="replace") for p in sorted((folder / "tests").glob("*.sh")))
     memory = environment.get("memory_mb")
@@ -107,7 +152,7 @@ def needs(folder):
         memory = int(m[1]) * (1024 if m[2].upper() == "G" else 1)
     return {
         "image": environment.get("docker_image"), "memory_mb": memory, "gpus": environment.get("gpus") or 0,
-        "cpus": environment.get("cpus"), "agent_s": config.get("agent", {}).get("timeout_sec"),
+        "cpus": environment.get("cpus"), "limit_s": limit_s(folder),
         "verifier_downloads": bool(DOWNLOADS.search(script)), "hosts": sorted(set(HOST.findall(script))),
         "network": environment.get("network_mode", "public") != "no-network" and environment.get("allow_internet", True),
     }  # fmt: skip
@@ -157,7 +202,7 @@ def findings(found, deadline_s, memory_mb, docker=True, reach=reachable):
         text = f"a network for the verifier of {', '.join(shut[:3])}: the task forbids it and its verifier downloads"
         out.append(("missing", text, "leave it out of the list"))
     for what, key, scale, limit, way in (
-        ("minutes of agent time", "agent_s", 60, deadline_s, "raise TRIAL_DEADLINE_S"),
+        ("minutes for build, agent and verifier", "limit_s", 60, deadline_s, "raise TRIAL_DEADLINE_S, which would cut them short"),
         ("MB of memory", "memory_mb", 1, memory_mb, "take a larger machine"),
     ):
         over = sorted(t for t, n in found.items() if n[key] and n[key] > limit)
@@ -195,7 +240,8 @@ def main():
         try:
             found[Path(task).name] = needs(one_folder(task, a.tasks_dir, a.registry))
         except (OSError, ValueError) as e:
-            said.append(("missing", f"{task}: {e}", "mend the task, or leave it out of the list"))
+            text = str(e) if "/task.toml: " in str(e) else f"{task}: {e}"  # a file names its task
+            said.append(("missing", text, "mend the task, or leave it out of the list"))
     memory_mb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20
     docker = shutil.which("docker") is not None and subprocess.run(["docker", "info"], capture_output=True, timeout=20).returncode == 0
     said += findings(found, a.deadline, memory_mb, docker)

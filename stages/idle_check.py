@@ -1,7 +1,7 @@
 """Is this machine as quiet as when it was calibrated? Idle power against the calibration's, and processes on the GPUs that are not the server's.
 
-    python stages/idle_check.py --idle data/batch/idle_loaded.csv --calib results/calib
-    python stages/idle_check.py --idle data/batch/check.csv --calib results/calib --log data/batch/checks.csv --before fix-bug__summarize-off__r1
+    python stages/idle_check.py --idle data/h200/batch/idle_loaded.csv --calib results/h200/calib
+    python stages/idle_check.py --idle data/h200/batch/check.csv --calib results/h200/calib --log data/h200/batch/checks.csv --before fix-bug__summarize-off__r1
     python stages/idle_check.py --processes --gpus auto --server .cache/run/server-8000.json
 
 Idle power should lie between the calibration's rested power and its power between calls, give or take 3 %; beyond, something else runs or the
@@ -12,6 +12,7 @@ Exit code: 0 as expected, 4 not (the lines say what), 2 bad input.
 
 import argparse
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -32,22 +33,41 @@ def compare(power_w, rested_w, between_w):
     return power_w / high - 1 if power_w > high else power_w / low - 1 if power_w < low else 0.0
 
 
+def calibrated(calib, domains, *states):
+    """{domain: W} of each state of the idle power in a calibration's params.json. Raises ValueError that names the file, OSError."""
+    import calibrate
+
+    path = Path(calib) / "params.json"
+    try:
+        params = json.loads(path.read_text(encoding="utf-8-sig"))
+        found = [calibrate.idle_like(params, domains, state) for state in states]
+        if wrong := [w for idle in found for w in idle.values() if isinstance(w, bool) or not 0 <= w < math.inf]:
+            raise ValueError(f"found {wrong[0]}, expected watts")
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        said = f"no {e}" if isinstance(e, KeyError) else e
+        raise ValueError(f"{path}: idle: {said}: not a params.json as calibrate.py writes it; calibrate anew with FORCE=1 bash 03_calibrate.sh") from None
+    return found
+
+
 def idle(a):
     import numpy as np
 
-    import calibrate
     import energylib
 
     samples = energylib.read_samples(a.idle)
     rested, between = {}, {}
     if a.calib and (a.calib / "params.json").exists():
-        params = json.loads((a.calib / "params.json").read_text())
-        rested, between = calibrate.idle_power(params, "rested"), calibrate.idle_power(params, "loaded")
+        rested, between = calibrated(a.calib, samples.domains, "rested", "loaded")
     begin, end = samples.t[0], samples.t[-1]
+    if not end > begin:
+        raise ValueError(f"{a.idle}: found one sample, expected two at least; the sampler died early (see its log)")
     energy = samples.energy(np.array([begin]), np.array([end]))
-    rows, code = [], 0
+    rows, code, unknown = [], 0, []
     for d in samples.domains:
         power_w = float(energy.joules[d][0]) / (end - begin)
+        if not math.isfinite(power_w):
+            unknown.append(d)
+            continue
         shift = compare(power_w, rested.get(d), between.get(d))
         estimated = samples.source[d] == "model"  # from busy time: noise of a few per cent, and no meter that could show a fault
         line = f"idle power {d}: {power_w:.2f} W ({'estimated' if estimated else samples.source[d]})"
@@ -61,6 +81,8 @@ def idle(a):
                      "shift": "" if shift is None else f"{shift:.4f}"})  # fmt: skip
     if a.log and rows:
         csvfiles.append(a.log, list(rows[0]), rows)
+    if unknown:
+        raise ValueError(f"{a.idle}: {', '.join(unknown)}: found too few readings for a power, expected two at least")
     return code
 
 
@@ -73,21 +95,30 @@ def processes(a):
     import sampler
     from stages import supervise
 
-    nvml = sampler.Nvml(a.gpus)
+    try:
+        nvml = sampler.Nvml(a.gpus)
+    except (sampler.SamplerError, ImportError) as e:
+        raise ValueError(f"--gpus {a.gpus}: the package nvidia-ml-py is missing; pip install nvidia-ml-py" if isinstance(e, ImportError) else e) from None
     running = set()
     for gpu in nvml.gpus:
-        for query in ("nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetGraphicsRunningProcesses"):
-            running |= {p.pid for p in nvml.ask(query, gpu["handle"]) or []}
+        for kind in ("Compute", "Graphics"):
+            asked = (nvml.ask(f"nvmlDeviceGet{kind}RunningProcesses{version}", gpu["handle"]) for version in ("_v3", "_v2"))  # older drivers have _v2
+            running |= {p.pid for p in next((found for found in asked if found is not None), [])}
     if not running:
         return 0
     try:
         note = json.loads(a.server.read_text())
+        roots = [note["pid"], note["supervisor"]]
     except (OSError, ValueError):
         return 0
-    roots = [note["pid"], note["supervisor"]]
+    except (KeyError, TypeError):
+        raise ValueError(f"{a.server}: found no pid and supervisor, expected the note of stages/supervise.py; stop the server and start it anew") from None
     found = foreign(running, {os.getpid(), *roots, *(p for r in roots for p in supervise.descendants(r))})
     for pid in found:
-        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:  # it has ended
+            continue
         print(f"process {pid} is on a GPU that is measured and is not the server's: {command[:120].strip()}")
     return NOT_AS_EXPECTED if found else 0
 

@@ -1,8 +1,10 @@
 """Run the reference solutions of a task list, several at a time in one Harbor process, and note which tasks work on this machine.
 
-    python stages/oracle.py --list tasks/local.txt --jobs 2 --environment docker --folder data/oracle --times data/oracle_times.csv --ok data/oracle_ok.txt
+    python stages/oracle.py --list tasks/local.txt --jobs 2 --environment docker --folder data/h200/oracle \\
+        --times data/h200/oracle_times.csv --ok data/h200/oracle_ok.txt
 
-A row is written as soon as its task ends; a task that has one for this environment is not run again (--retry: those that failed are).
+A row is written as soon as its task ends; a task that has one for this environment is not run again (--retry: those that failed are). The list
+(--ok) is made from the rows: the tasks of --list that work in this environment.
 Columns: task, ok, reason, reward, wall_s, pull_s, build_s (of the image), setup_s (start of the environment without them), solve_s, verify_s,
 environment, checked (UTC), image (digest of a prebuilt one), detail. `reason` says why a task does not work here: dataset (not found), pull,
 build, setup (of the environment), agent, verifier, timeout, network, wrong (the reference solution is judged wrong), harbor; `detail` is what
@@ -74,12 +76,19 @@ def judge(result, docker=None, log="", error=""):
     return phase, said
 
 
-def note(times, ok, row):
-    """Write one task's row, in place of an earlier one, and the list of tasks that work."""
-    found = [r for r in csvfiles.read(times) if r["task"] != row["task"]] + [row]
-    csvfiles.write(times, FIELDS, found, extra="ignore")
-    csvfiles.replace(ok, lambda f: f.write("# tasks whose reference solution earns its reward on this machine (05_oracle_check.sh)\n"
-                                       + "".join(f"{r['task']}\n" for r in found if str(r["ok"]) == "1")))  # fmt: skip
+def note(times, row):
+    """Write one task's row, in place of an earlier one of the same environment."""
+    same = lambda r: (r["task"], r["environment"]) == (row["task"], row["environment"])  # noqa: E731
+    csvfiles.write(times, FIELDS, [r for r in csvfiles.read(times) if not same(r)] + [row], extra="ignore")
+
+
+def list_working(times, ok, tasks, environment):
+    """Write the list of those of `tasks` that work in the environment, which the rows say; returns how many."""
+    works = {r["task"] for r in csvfiles.read(times) if r["environment"] == environment and r["ok"] == "1"}
+    found = [t for t in tasks if t in works]
+    head = f"# tasks whose reference solution earns its reward on this machine, in {environment} (05_oracle_check.sh)\n"
+    csvfiles.replace(ok, lambda f: f.write(head + "".join(f"{t}\n" for t in found)))
+    return len(found)
 
 
 def read_result(folder):
@@ -101,12 +110,12 @@ async def run_one(task, a):
     from harbor.models.job.config import JobConfig
     from harbor.trial.trial import Trial
 
-    folder, begin, error, late = Path(a.folder) / Path(task).name, time.monotonic(), "", False
+    folder, begin, error, late, deadline = Path(a.folder) / Path(task).name, time.monotonic(), "", False, a.deadline
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     reason = None
     try:
-        name, task_part = trial.find_task(task, a.tasks_dir, a.registry)
+        _, task_part, _ = trial.sound_task(task, a.tasks_dir, a.registry)
         environment = "stages.oracle_env:TimedDocker" if a.environment == "docker" else "local_env:LocalEnvironment"
         job = JobConfig(job_name="harbor", jobs_dir=folder, agents=[{"name": "oracle"}], environment={"import_path": environment}, **task_part)
         reason = "dataset"
@@ -114,10 +123,12 @@ async def run_one(task, a):
         reason = None
         if len(found.trial_configs) != 1:
             raise ValueError(f"'{task}' are {len(found.trial_configs)} tasks; name one a line")
-        async with asyncio.timeout(a.deadline):
+        # what the task allows itself is not ours to cut short
+        deadline = max(a.deadline, datasets.limit_s(found.task_configs[0].get_local_path()))
+        async with asyncio.timeout(deadline):
             await (await Trial.create(found.trial_configs[0])).run()
     except TimeoutError:
-        late, error = True, f"longer than {a.deadline:.0f} s (TRIAL_DEADLINE_S)"
+        late, error = True, f"longer than {deadline:.0f} s (TRIAL_DEADLINE_S, or what the task allows itself)"
     except Exception as e:  # noqa: BLE001 - a broken task must not end the check of the others
         error = f"{type(e).__name__}: {e}"
     result, docker, log = read_result(folder / "harbor")
@@ -137,8 +148,9 @@ async def run_one(task, a):
     }  # fmt: skip
 
 
-async def check(tasks, a):
-    """Every task, `a.jobs` at a time. A signal ends those that run, with their containers; what has a row keeps it."""
+async def check(tasks, a, ended_one=lambda: None):
+    """Every task, `a.jobs` at a time; `ended_one` is called after each row. A signal ends those that run, with their containers; what has a row
+    keeps it."""
     me = asyncio.current_task()
     for s in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(s, me.cancel)
@@ -148,7 +160,8 @@ async def check(tasks, a):
         nonlocal ended
         async with gate:
             row = await run_one(task, a)
-        note(a.times, a.ok, row)
+        note(a.times, row)
+        ended_one()
         ended += 1
         left = (time.monotonic() - begin) / ended * (len(tasks) - ended)
         parts = [f"{k[:-2]} {row[k]:.1f}" for k in ("pull_s", "build_s", "setup_s", "solve_s", "verify_s") if row[k] is not None]
@@ -174,17 +187,23 @@ def main():
     a = p.parse_args()
     try:
         tasks = datasets.expand(plan.read_list(a.list), a.tasks_dir, a.registry)
+        # The rows are the truth and the list is made from them, now too: a check may have been killed between the two.
+        working = lambda: list_working(a.times, a.ok, tasks, a.environment)  # noqa: E731
+        working()
+        known = {r["task"] for r in csvfiles.read(a.times) if r["environment"] == a.environment and not (a.retry and r["ok"] != "1")}
     except (OSError, ValueError) as e:
         print(f"oracle: {e}", file=sys.stderr)
         sys.exit(2)
-    known = {r["task"] for r in csvfiles.read(a.times) if r["environment"] == a.environment and not (a.retry and r["ok"] != "1")}
+    except KeyError as e:
+        print(f"oracle: {a.times}: column {e} missing; delete the file to check all tasks anew (FORCE=1)", file=sys.stderr)
+        sys.exit(2)
     todo = [t for t in tasks if t not in known]
     if len(todo) < len(tasks):
         print(f"{len(tasks) - len(todo)} of {len(tasks)} have a row in {a.times} already", flush=True)
     if not todo:
         return
     try:
-        asyncio.run(check(todo, a))
+        asyncio.run(check(todo, a, working))
     except asyncio.CancelledError:
         sys.exit(130)
 

@@ -1,8 +1,15 @@
-"""Harbor's Docker environment that notes how long pull and build took (docker.json in the trial's folder), apart from the start."""
+"""Harbor's Docker environment that notes how long pull and build took (docker.json in the trial's folder), apart from the start.
+
+No program: Harbor imports it, as oracle.py tells it to.
+"""
 
 import asyncio
+import sys
 import time
 
+if __name__ == "__main__":
+    print(__doc__.rstrip())
+    sys.exit(0 if {"-h", "--help"} & set(sys.argv) else 2)
 from harbor.environments.docker.docker import DockerEnvironment
 
 import energylib

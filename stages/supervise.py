@@ -8,10 +8,14 @@ processes that made a session of their own (a tmux server, an engine's workers).
 kill -9, the supervisor ends as if it had been terminated; when the supervisor itself is killed, the kernel kills the command. With
 --name the group is noted under .cache/run, and a leftover of the same name (its supervisor was killed) is ended before the start.
 
-Exit code: the command's (128 + N for signal N), 124 when the deadline ended it, 125 when it could not be started.
+With --needs PID the command is ended when that process has: what it does would be for nothing without its sampler or proxy.
+
+Exit code: the command's (128 + N for signal N), 124 when the deadline ended it, 123 when a process that it needs was gone, 125 when it
+could not be started or its group not be noted.
 """
 
 import argparse
+import contextlib
 import ctypes
 import json
 import os
@@ -40,6 +44,12 @@ def stat_fields(pid):
         return None
     fields = text.rpartition(")")[2].split()
     return fields[0], int(fields[1]), int(fields[2]), int(fields[19])
+
+
+def start_of(pid):
+    """Start time of a living process, None when it has ended (a zombie too)."""
+    s = stat_fields(pid)
+    return s[3] if s and s[0] != "Z" else None
 
 
 def descendants(root):
@@ -72,12 +82,17 @@ def end_leftover(name, grace_s):
     note = RUN_DIR / f"{name}.json"
     try:
         old = json.loads(note.read_text())
-    except (OSError, ValueError):
+        if lacking := [k for k in ("pid", "start", "supervisor", "supervisor_start") if not isinstance(old[k], int)]:
+            raise TypeError(lacking[0])
+    except OSError:
+        return
+    except (ValueError, KeyError, TypeError):
+        print(f"supervise: {note}: found no note of a process group, expected one as this program writes it; it counts for none", file=sys.stderr)
         return
     s = stat_fields(old["pid"])
     supervisor = stat_fields(old["supervisor"])
     if supervisor and supervisor[3] == old["supervisor_start"]:
-        sys.exit(f"supervise: '{name}' already runs (supervisor pid {old['supervisor']}, started by {old['command']}): stop it first")
+        sys.exit(f"supervise: '{name}' already runs (supervisor pid {old['supervisor']}, started by {old.get('command')}): stop it first")
     # The leader may be dead while its group lives on; a group id is not given out again as long as a member exists.
     members = [
         p.name for p in Path("/proc").iterdir() if p.name.isdigit() and (f := stat_fields(p.name)) and f[2] == old["pid"] and f[0] != "Z"
@@ -102,6 +117,7 @@ def main():
     p.add_argument("--detachable", action="store_true", help="do not end with whoever started this: for a server that is started with nohup")
     p.add_argument("--parent", type=int, help="who started this; without it, a starter that dies before Python is up is not noticed")
     p.add_argument("--deadline", type=float, help="seconds after which the command is ended")
+    p.add_argument("--needs", type=int, action="append", default=[], metavar="PID", help="end the command when this process ends")
     p.add_argument("command", nargs="+", help="-- COMMAND [ARG ...]")
     a = p.parse_args()
     parent = a.parent or os.getppid()
@@ -110,6 +126,7 @@ def main():
         if os.getppid() != parent:
             sys.exit(0)  # it died before we could ask to be told
     prctl(PR_SET_CHILD_SUBREAPER, 1)
+    needed = {pid: start_of(pid) for pid in a.needs} if sys.platform == "linux" else {}
     if a.name:
         end_leftover(a.name, a.grace)
 
@@ -125,14 +142,17 @@ def main():
         if os.getppid() != me:
             os._exit(125)
 
-    out = open(a.log, "ab", buffering=0) if a.log else None  # noqa: SIM115 - lives as long as the command
+    try:
+        out = open(a.log, "ab", buffering=0) if a.log else None  # noqa: SIM115 - lives as long as the command
+    except OSError as e:
+        print(f"supervise: --log {a.log}: {e.strerror}; without its log {a.command[0]} is not run", file=sys.stderr)
+        sys.exit(125)
     try:
         child = subprocess.Popen(a.command, preexec_fn=in_child, stdin=subprocess.DEVNULL if out else None, stdout=out, stderr=out)  # noqa: PLW1509
     except OSError as e:
         print(f"supervise: {a.command[0]}: {e.strerror}", file=sys.stderr)
         sys.exit(125)
     if a.name:
-        RUN_DIR.mkdir(parents=True, exist_ok=True)
         note = {
             "pid": child.pid,
             "start": (stat_fields(child.pid) or (0, 0, 0, 0))[3],
@@ -141,11 +161,19 @@ def main():
             "command": " ".join(a.command),
         }
         tmp = RUN_DIR / f"{a.name}.json.tmp{me}"
-        tmp.write_text(json.dumps(note))
-        os.replace(tmp, RUN_DIR / f"{a.name}.json")
+        try:
+            RUN_DIR.mkdir(parents=True, exist_ok=True)
+            tmp.write_text(json.dumps(note))
+            os.replace(tmp, RUN_DIR / f"{a.name}.json")
+        except OSError as e:
+            with contextlib.suppress(OSError):
+                tmp.unlink(missing_ok=True)
+            child.kill()
+            print(f"supervise: {RUN_DIR}/{a.name}.json: {e.strerror}; without this note {a.command[0]} is not run", file=sys.stderr)
+            sys.exit(125)
 
     end = time.monotonic() + a.deadline if a.deadline else None
-    late = False
+    late = gone = False
     kill_at = None
     while True:
         try:
@@ -155,6 +183,9 @@ def main():
             pass
         if end and time.monotonic() > end and not late:
             late = True
+            wanted.append(signal.SIGTERM)
+        if not gone and any(start is None or start_of(pid) != start for pid, start in needed.items()):
+            gone = True
             wanted.append(signal.SIGTERM)
         if not a.detachable and not kill_at and os.getppid() != parent:  # for systems that do not signal it
             wanted.append(signal.SIGTERM)
@@ -170,7 +201,7 @@ def main():
     end_descendants(min(a.grace, 5.0))
     if a.name:
         (RUN_DIR / f"{a.name}.json").unlink(missing_ok=True)
-    sys.exit(124 if late else code if code >= 0 else 128 - code)
+    sys.exit(124 if late else 123 if gone else code if code >= 0 else 128 - code)
 
 
 def end_descendants(grace_s):

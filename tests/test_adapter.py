@@ -1,6 +1,8 @@
 """servers/adapter.py: what each server kind answers, against a small server that can misbehave, and against llama.cpp."""
 
 import http.server
+import os
+import socket
 import subprocess
 import sys
 import threading
@@ -135,6 +137,34 @@ def test_whatever_comes_back_is_a_server_error(raw_server, data):
         adapter.get("vllm", raw_server(data)).model()
 
 
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b"HTTP/1.1 404 Not Found\r\nContent-Length: 8\r\n\r\n<p>\nno\n\n", r"/v1/models answered 404, expected 200: <p> no\)"),
+        (b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n", r"/v1/models answered 404, expected 200\)"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\n<html>", r"/v1/models answered no JSON: <html>\)"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]", r"/v1/models lists no model\)"),
+        (b"HTTP/1.1 404 Not Found\r\nContent-Length: 9\r\n\r\ntorn", r"GET http://.*/v1/models: IncompleteRead"),
+        (b"SSH-2.0-OpenSSH_9.2\r\n", r"GET http://.*/v1/models: SSH"),
+    ],
+)
+def test_what_answers_but_is_no_model_server_is_named(raw_server, data, says):
+    url = raw_server(data)
+    with pytest.raises(ServerError, match=f"what listens at {url} is no model server, or none that is ready .*{says}.*: wait for it, stop it, or ch"):
+        adapter.get("vllm", url).wait_ready(0)
+
+
+def test_what_never_answers_is_named(repo):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        s.listen()
+        port = s.getsockname()[1]
+        script = "source common.sh; eval \"$(declare -f need_server | sed 's/--timeout 10/--timeout 0/')\"; need_server"
+        r = subprocess.run(["bash", "-c", script], cwd=repo, env=os.environ | {"PORT": str(port)}, capture_output=True, text=True, timeout=60)
+    assert r.returncode == 1 and len(r.stderr.splitlines()) == 1
+    assert f"ERROR: what listens at http://127.0.0.1:{port} is no model server, or none that is ready (GET http" in r.stderr and "timed out)" in r.stderr
+
+
 def test_nobody_there(free_port):
     a = adapter.get("llamacpp", f"http://127.0.0.1:{free_port()}")
     with pytest.raises(ServerError, match="GET http://127.0.0.1"):
@@ -177,27 +207,20 @@ def test_command_line(repo, free_port):
     assert run("model", "--kind", "tgi", "--url", "http://x")[0] == 2
 
 
+@pytest.mark.parametrize("text", ["-1", "nan", "inf", "1e300", "soon", ""])
+def test_a_time_that_cannot_be_meant_is_one_line(monkeypatch, capsys, text):
+    monkeypatch.setattr(sys, "argv", ["adapter.py", "wait", "--kind", "vllm", "--url", "http://127.0.0.1:1", f"--timeout={text}"])
+    with pytest.raises(SystemExit) as end:
+        adapter.main()
+    assert end.value.code == 2 and f"argument --timeout: found {text!r}, expected seconds" in capsys.readouterr().err.splitlines()[-1]
+
+
 # ---- llama.cpp ----
 
 
 @pytest.fixture(scope="module")
-def llamacpp(repo, tmp_path_factory):
-    """Adapter of a real llama.cpp server with the bundled model, two slots of 512 tokens."""
-    pytest.importorskip("xllamacpp")
-    import socket
-
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    p = subprocess.Popen([sys.executable, str(repo / "servers" / "llamacpp.py"), "--port", str(port), "--ctx", "512", "--parallel", "2",
-                          "--cache-dir", str(tmp_path_factory.mktemp("models"))], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        a = adapter.get("llamacpp", f"http://127.0.0.1:{port}")
-        a.wait_ready(60, alive=lambda: p.poll() is None)
-        yield a
-    finally:
-        p.terminate()
-        p.wait(20)
+def llamacpp(llamacpp_server):
+    return adapter.get("llamacpp", llamacpp_server)
 
 
 def usage(a, messages, **more):

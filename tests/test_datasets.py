@@ -37,17 +37,19 @@ def test_a_line_is_a_task_of_a_folder_a_data_set_or_a_package(tmp_path):
 def test_a_folder_of_tasks_becomes_one_line_a_task(tmp_path):
     for name in ("b", "a"):
         make(tmp_path / "set" / name)
-    assert datasets.expand([str(tmp_path / "set"), "c"], tmp_path) == [f"{tmp_path}/set/a", f"{tmp_path}/set/b", "c"]
+    make(tmp_path / "c")
+    assert datasets.expand({str(tmp_path / "set"): "", "c": ""}, tmp_path) == [f"{tmp_path}/set/a", f"{tmp_path}/set/b", "c"]
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="no task.toml"):
-        datasets.expand([str(tmp_path / "empty")], tmp_path)
+    for bad in (str(tmp_path / "empty"), "nope"):
+        with pytest.raises(ValueError, match="l.txt, line 7: task '.*' is no folder with a task.toml"):
+            datasets.expand({bad: "l.txt, line 7"}, tmp_path)
 
 
 @pytest.mark.parametrize("line", ["terminal-bench@2.0", "org/set@1"])
 def test_a_batch_wants_single_tasks_and_says_who_lists_them(line):
     with pytest.raises(ValueError, match="oracle_ok.txt"):
-        plan.single([line], "l.txt")
-    assert plan.single([f"{line}/x"], "l.txt") == [f"{line}/x"]
+        plan.single({line: "l.txt, line 1"}, "tasks")
+    assert plan.single({f"{line}/x": "l.txt, line 1"}, "tasks") == [f"{line}/x"]
 
 
 def found(tmp_path, **more):
@@ -56,8 +58,10 @@ def found(tmp_path, **more):
 
 def test_what_a_task_needs_is_read_from_its_folder(tmp_path):
     n = found(tmp_path)["fix-git"]
-    assert (n["image"], n["memory_mb"], n["agent_s"], n["verifier_downloads"], n["hosts"]) == ("alexgshaw/fix-git:20251031", 4096, 3600.0, True, ["astral.sh"])
+    assert (n["image"], n["memory_mb"], n["verifier_downloads"], n["hosts"]) == ("alexgshaw/fix-git:20251031", 4096, True, ["astral.sh"])
+    assert n["limit_s"] == 600 + 360 + 3600 + 600
     local = datasets.needs(REPO / "tasks/local/sqlite-query")
+    assert local["limit_s"] == 900 + 360 + 900 + 60 and datasets.limit_s(REPO / "tasks/local/sqlite-query", 40) == 900 + 360 + 40 + 60
     assert not local["image"] and not local["verifier_downloads"] and not local["hosts"]
 
 
@@ -69,7 +73,7 @@ def test_what_a_task_needs_is_read_from_its_folder(tmp_path):
         ({}, True, False, "note", "install packages at test time (from astral.sh and package mirrors)"),
         ({}, False, False, "missing", "astral.sh cannot be reached: they would judge right solutions wrong"),
         ({"network": False}, True, False, "missing", "the task forbids it and its verifier downloads"),
-        ({}, True, False, "missing", "want up to 60 minutes of agent time, here are 30"),
+        ({}, True, False, "missing", "want up to 86 minutes for build, agent and verifier, here are 30"),
         ({}, True, False, "missing", "want up to 4096 MB of memory, here are 2048"),
         ({"gpus": 1}, True, False, "missing", "a GPU for the tasks themselves"),
     ],
@@ -98,4 +102,4 @@ def test_a_local_registry_needs_no_network(tmp_path):
     assert (r.returncode, r.stdout) == (0, "ok\t1 task(s): nothing is missing\t\n"), r.stderr
     (tmp_path / "list.txt").write_text("mine@2.0\n")
     r = subprocess.run([*command, "check", *options], cwd=REPO, capture_output=True, text=True)
-    assert r.returncode == 1 and r.stdout.startswith("missing\tdata set mine: Version 2.0") and "TASK_REGISTRY" in r.stdout
+    assert r.returncode == 1 and r.stdout.startswith(f"missing\t{tmp_path}/list.txt, line 1: data set mine: Version 2.0") and "TASK_REGISTRY" in r.stdout

@@ -1,5 +1,7 @@
 """The oracle check: why a task does not work, rows that survive interruption, several tasks at a time."""
 
+import argparse
+import asyncio
 import csv
 import os
 import signal
@@ -51,18 +53,6 @@ def test_why_a_task_does_not_work(result, more, reason, detail):
     assert detail in got[1]
 
 
-def test_a_row_replaces_an_earlier_one_and_the_list_names_what_works(tmp_path):
-    times, ok = tmp_path / "d" / "times.csv", tmp_path / "d" / "ok.txt"
-    times.parent.mkdir()
-    times.write_text("task,ok,reason,environment\nold,1,,docker\nterminal-bench@2.0/x,0,build,docker\n")  # an earlier version's columns
-    row = {"task": "terminal-bench@2.0/x", "ok": 1, "reason": "", "environment": "docker", "pull_s": 2.5}
-    oracle.note(times, ok, row)
-    with open(times) as f:
-        rows = list(csv.DictReader(f))
-    assert [(r["task"], r["ok"], r["pull_s"]) for r in rows] == [("old", "1", ""), ("terminal-bench@2.0/x", "1", "2.5")]
-    assert ok.read_text().splitlines()[1:] == ["old", "terminal-bench@2.0/x"]  # as 06_run_batch.sh can run them
-
-
 def write_task(folder, solution, dockerfile="FROM debian:bookworm-slim\nWORKDIR /app\n"):
     for name, text in {
         "task.toml": 'schema_version = "1.4"\n[agent]\ntimeout_sec = 60.0\n[verifier]\ntimeout_sec = 60.0\n[environment]\nbuild_timeout_sec = 60.0\n',
@@ -73,6 +63,83 @@ def write_task(folder, solution, dockerfile="FROM debian:bookworm-slim\nWORKDIR 
     }.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
+
+
+def row(task, ok, environment="local_env", **more):
+    return {"task": task, "ok": ok, "reason": "" if ok else "build", "environment": environment, **more}
+
+
+def test_a_row_replaces_an_earlier_one_of_its_environment(tmp_path):
+    times = tmp_path / "d" / "times.csv"
+    times.parent.mkdir()
+    times.write_text("task,ok,reason,environment\nold,1,,docker\nterminal-bench@2.0/x,0,build,docker\n")  # an earlier version's columns
+    oracle.note(times, row("terminal-bench@2.0/x", 1, "docker", pull_s=2.5))
+    oracle.note(times, row("old", 0))
+    with open(times) as f:
+        rows = list(csv.DictReader(f))
+    assert [(r["task"], r["ok"], r["pull_s"], r["environment"]) for r in rows] == [
+        ("old", "1", "", "docker"), ("terminal-bench@2.0/x", "1", "2.5", "docker"), ("old", "0", "", "local_env")]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rows", "before", "works"),
+    [
+        ([row("a", 1), row("b", 0)], None, ["a"]),  # the list is gone
+        ([row("a", 1), row("b", 1)], "# head\na\n", ["a", "b"]),  # it lacks one: killed between two writes
+        ([row("a", 1), row("b", 1, "docker"), row("b", 0)], "# head\nb\n", ["a"]),  # another environment's
+        ([row("a", 0), row("b", 0), row("elsewhere", 1)], "# head\nelsewhere\n", []),  # another list's
+    ],
+)
+def test_the_list_of_what_works_is_made_from_the_rows(tmp_path, monkeypatch, capsys, rows, before, works):
+    """Of this list and this environment, also when nothing is left to run."""
+    for r in rows:
+        oracle.note(tmp_path / "times.csv", r)
+    if before:
+        (tmp_path / "ok.txt").write_text(before)
+    for name in ("a", "b"):
+        write_task(tmp_path / name, "true")
+    (tmp_path / "list.txt").write_text("a\nb\n")
+    monkeypatch.setattr(sys, "argv", [str(x) for x in command(tmp_path, "--tasks-dir", tmp_path)[1:]])
+    oracle.main()
+    assert "2 of 2 have a row" in capsys.readouterr().out
+    assert (tmp_path / "ok.txt").read_text().splitlines()[1:] == works
+
+
+def test_a_list_in_which_nothing_works_is_no_success_whatever_works_elsewhere(tmp_path):
+    for r in (row("a", 0), row("a", 1, "docker"), row("elsewhere", 1)):
+        oracle.note(tmp_path / "oracle_times.csv", r)
+    (tmp_path / "oracle_ok.txt").write_text("# head\nelsewhere\n")
+    write_task(tmp_path / "tasks/a", "true")
+    (tmp_path / "list.txt").write_text("a\n")
+    env = {**os.environ, "PROFILE": "cpu-smollm2", "ENVIRONMENT": "local_env", "TASKS_DIR": str(tmp_path / "tasks"), "DATA_DIR": str(tmp_path),
+           "RESULTS_DIR": str(tmp_path), "ORACLE_DIR": str(tmp_path), "TRAJOULE_RUN_DIR": str(tmp_path / "run")}  # fmt: skip
+
+    def check(name, **more):
+        return subprocess.run(["bash", "05_oracle_check.sh", tmp_path / name], cwd=REPO, env=env | more, capture_output=True, text=True, timeout=60)
+
+    r = check("list.txt")
+    assert r.returncode == 1 and "0 task(s) work here" in r.stderr and "no task works here" in r.stderr, r.stderr
+    r = check("oracle_ok.txt", FORCE="1")
+    assert r.returncode == 2 and "is what this stage writes" in r.stderr and (tmp_path / "oracle_ok.txt").exists()
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_so_many_tasks_run_at_a_time(tmp_path, monkeypatch, jobs):
+    now, most = 0, 0
+
+    async def run_one(task, a):
+        nonlocal now, most
+        now += 1
+        most = max(most, now)
+        await asyncio.sleep(0.05)
+        now -= 1
+        return row(task, 1, wall_s=0.05, **dict.fromkeys(("pull_s", "build_s", "setup_s", "solve_s", "verify_s")))
+
+    monkeypatch.setattr(oracle, "run_one", run_one)
+    listed = []
+    a = argparse.Namespace(jobs=jobs, times=tmp_path / "times.csv")
+    asyncio.run(oracle.check(["a", "b", "c", "d"], a, lambda: listed.append(len(csvfiles.read(a.times)))))
+    assert most == jobs and listed == [1, 2, 3, 4]
 
 
 def command(tmp_path, *more):
@@ -88,22 +155,22 @@ def test_one_broken_task_ends_no_other_and_an_interrupted_check_goes_on(tmp_path
     write_task(tmp_path / "slow", f"touch {tmp_path}/started; sleep 300")
     write_task(tmp_path / "invalid", "true")
     (tmp_path / "invalid" / "task.toml").write_text("[agent\n")
-    names = ["good", "wrong", "invalid", "absent", "slow"]
+    names = ["good", "wrong", "invalid", "slow"]
     (tmp_path / "list.txt").write_text("".join(f"{tmp_path}/{n}\n" for n in names))
     env = {**os.environ, "HARBOR_TELEMETRY": "0", "LITELLM_OFFLINE_MODE": "true"}
     p = subprocess.Popen(command(tmp_path, "--jobs", "2"), cwd=REPO, env=env, stdout=subprocess.PIPE, text=True)
     rows, end = [], time.monotonic() + 120
-    while len(rows) < 4 and p.poll() is None and time.monotonic() < end:
+    while len(rows) < 3 and p.poll() is None and time.monotonic() < end:
         time.sleep(0.2)
         rows = csvfiles.read(tmp_path / "times.csv")
     p.send_signal(signal.SIGTERM)
     out, _ = p.communicate(timeout=60)
     assert p.returncode == 130, out
     got = {Path(r["task"]).name: r["reason"] for r in rows}
-    assert got == {"good": "", "wrong": "wrong", "invalid": "harbor", "absent": "harbor"}
+    assert got == {"good": "", "wrong": "wrong", "invalid": "harbor"}
     assert (tmp_path / "ok.txt").read_text().splitlines()[1:] == [f"{tmp_path}/good"]
 
     write_task(tmp_path / "slow", "touch /app/done")
     r = subprocess.run(command(tmp_path), cwd=REPO, env=env, capture_output=True, text=True, timeout=120)
     assert r.returncode == 0, r.stderr
-    assert "4 of 5 have a row" in r.stdout and "slow: ok" in r.stdout
+    assert "3 of 4 have a row" in r.stdout and "slow: ok" in r.stdout

@@ -13,6 +13,7 @@ import pandas as pd
 import pytest
 
 from tests.fakes.openai_server import running
+from tests.fakes.processes import left_of, mentioning
 
 REPO = Path(__file__).resolve().parent.parent
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
@@ -38,6 +39,7 @@ def place(tmp_path, free_port):
         "DATA_DIR": str(tmp_path / "data"),
         "RESULTS_DIR": str(tmp_path / "results"),
         "ORACLE_DIR": str(tmp_path / "data"),
+        "TRAJOULE_RUN_DIR": str(tmp_path / "run"),
         "ENVIRONMENT": "local_env",
         "IDLE_S": "3",
         "BATCH_IDLE_S": "1",
@@ -73,29 +75,7 @@ class Server:
     def __exit__(self, *_):
         self.process.terminate()
         self.process.wait(30)
-        assert mine(self.env["PORT"]) == []
-
-
-def mine(*words):
-    """Command lines of living processes that contain one of the words (a port, a folder)."""
-    found = []
-    for p in Path("/proc").iterdir():
-        if p.name.isdigit() and int(p.name) != os.getpid():
-            try:
-                line = (p / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                state = (p / "stat").read_text().rpartition(")")[2].split()[0]
-            except OSError:
-                continue
-            if state != "Z" and any(w in line for w in words):
-                found.append(line)
-    return found
-
-
-def gone(*words, seconds=20):
-    end = time.monotonic() + seconds
-    while mine(*words) and time.monotonic() < end:
-        time.sleep(0.2)
-    return mine(*words)
+        assert mentioning(self.env["PORT"]) == []
 
 
 def rows(env):
@@ -109,8 +89,10 @@ def rows(env):
 
 def align(env):
     folders = sorted(str(p) for p in Path(env["DATA_DIR"], "traj").glob("*__*"))
+    calib = Path(env["RESULTS_DIR"], "calib")
+    given = ["--calib", str(calib)] if calib.exists() else []
     r = subprocess.run(
-        [sys.executable, "align_trial.py", *folders, "--calib", f"{env['RESULTS_DIR']}/calib", "--out", f"{env['RESULTS_DIR']}/trials.csv"],
+        [sys.executable, "align_trial.py", *folders, *given, "--out", f"{env['RESULTS_DIR']}/trials.csv"],
         cwd=REPO,
         capture_output=True,
         text=True,
@@ -131,6 +113,10 @@ def test_from_idle_power_to_report(place):
         params = json.loads(Path(place["RESULTS_DIR"], "calib", "params.json").read_text())
         assert params["idle"]["loaded"]
         assert "calibrated already" in stage(place, "03_calibrate.sh").stderr
+    Path(place["RESULTS_DIR"], "calib", "params.json").unlink()  # as if the first run had been ended before its fit
+    with Server(place):
+        again = stage(place, "03_calibrate.sh").stderr
+        assert "that of an earlier start of the server is taken again" in again and again.count("kept, it is whole") == 2
         stage(place, f"05_oracle_check.sh {tasks}")
         assert "sqlite-query" in Path(place["ORACLE_DIR"], "oracle_ok.txt").read_text()
         again = stage(place, f"06_run_batch.sh {tasks} summarize-off 2")
@@ -209,7 +195,7 @@ def test_kill_9_at_a_random_moment_leaves_nothing_and_a_rerun_finishes(place, mo
         time.sleep(after)
         p.send_signal(signal.SIGKILL)
         p.wait()
-        assert gone(place["DATA_DIR"], f"--port {place['PROXY_PORT']}") == []
+        assert left_of(place["DATA_DIR"], f"--port {place['PROXY_PORT']}") == []
         folder = Path(place["DATA_DIR"], "traj", "sqlite-query__summarize-off__r1")
         if (folder / "samples.csv").exists():  # what was measured stays readable
             import energylib
@@ -218,7 +204,27 @@ def test_kill_9_at_a_random_moment_leaves_nothing_and_a_rerun_finishes(place, mo
             energylib.read_jsonl(folder / "calls.jsonl") if (folder / "calls.jsonl").exists() else None
         stage(env, "04_run_trial.sh sqlite-query summarize-off 1")
         assert json.loads((folder / "trial.json").read_text())["ended"] == "finished"
-        assert gone(place["DATA_DIR"], f"--port {place['PROXY_PORT']}") == []
+        assert left_of(place["DATA_DIR"], f"--port {place['PROXY_PORT']}") == []
+
+
+@pytest.mark.parametrize("victim", ["sampler", "llm_proxy"])
+def test_a_trial_ends_when_its_sampler_or_proxy_does(place, victim):
+    """The agent waits for a minute: measuring on without the one who measures would be for nothing."""
+    import psutil
+
+    done = {"analysis": "a", "plan": "p", "commands": [{"keystrokes": "sleep 60\n", "duration": 60.0}], "_latency": 0.3}
+    with running([done]) as s:
+        env = place | {"SERVER_KIND": "openai", "PORT": str(s.port), "MODE": "live", "MAX_MODEL_LEN": "32768", "RESPONSE_SCHEMA": ""}
+        p = subprocess.Popen(["bash", "04_run_trial.sh", "sqlite-query", "summarize-off", "1"], cwd=REPO, env=env, stderr=subprocess.PIPE, text=True)
+        end = time.monotonic() + 60
+        while not s.log and time.monotonic() < end:
+            time.sleep(0.2)
+        began = time.monotonic()
+        next(q for q in psutil.Process(p.pid).children(recursive=True) if f"{victim}.py" in q.cmdline()).kill()
+        assert p.wait(50) == 3 and time.monotonic() - began < 40, p.stderr.read()
+        trial = json.loads(Path(place["DATA_DIR"], "traj/sqlite-query__summarize-off__r1/trial.json").read_text())
+        assert trial["ended"] == "harness_failed" and victim.removeprefix("llm_") in trial["reason"]
+        assert left_of(place["DATA_DIR"], f"--port {place['PROXY_PORT']}") == []
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
@@ -235,7 +241,7 @@ def test_a_batch_that_is_ended_takes_its_trial_along(place, how, tmp_path):
         assert s.log  # Harbor runs, the agent has asked for its first reply
         p.send_signal(how)
         assert p.wait(40) in (-9, 130, 143)
-        assert gone(place["DATA_DIR"], f"--port {place['PROXY_PORT']}", seconds=40) == []
+        assert left_of(place["DATA_DIR"], f"--port {place['PROXY_PORT']}", seconds=40) == []
 
 
 def test_a_taken_proxy_port_is_named(place):

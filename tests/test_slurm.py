@@ -52,6 +52,41 @@ def test_tables_that_do_not_fit_are_refused(tmp_path, names, columns, says):
     assert not (tmp_path / "all.csv").exists()
 
 
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b"", "2.csv: found no columns, expected a column trajectory"),
+        (b"task,total_j\nc,1\n", "2.csv: found the columns task,total_j, expected a column trajectory"),
+        (b"trajectory,total_j\n\xe9,1\n", "2.csv: not a CSV file in UTF-8"),
+        (b"trajectory,total_j\nc\n", "2.csv: row 1: found more or fewer cells"),
+        (b"trajectory,total_j\nc,1,2\n", "2.csv: row 1: found more or fewer cells"),
+        (None, "2.csv: No such file"),
+    ],
+)
+def test_a_table_that_cannot_be_read_is_named(tmp_path, monkeypatch, capsys, data, says):
+    first = table(tmp_path / "1.csv", ["a", "b"])
+    if data is not None:
+        (tmp_path / "2.csv").write_bytes(data)
+    for order in ([first, tmp_path / "2.csv"], [tmp_path / "2.csv", first]):
+        monkeypatch.setattr("sys.argv", ["nodes.py", "merge", *map(str, order), "--out", str(tmp_path / "all.csv")])
+        with pytest.raises(SystemExit) as e:
+            nodes.main()
+        err = capsys.readouterr().err
+        assert e.value.code == 2 and err.count("\n") == 1 and says in err, err
+    assert not (tmp_path / "all.csv").exists()
+
+
+def test_a_trial_that_cannot_be_read_is_named_and_left_out(tmp_path, capsys):
+    (tmp_path / "params.json").write_text("n1")
+    for name, data in (("a", b"[]"), ("b", b"{"), ("c", b"\xe9"), ("d", json.dumps({"calib_sha256": hashlib.sha256(b"n1").hexdigest()}).encode())):
+        (tmp_path / "traj" / name).mkdir(parents=True)
+        (tmp_path / "traj" / name / "trial.json").write_bytes(data)
+    assert [p.name for p in nodes.folders(tmp_path / "traj", tmp_path)] == ["d"]
+    assert [line.rpartition("/trial.json ")[::2] for line in capsys.readouterr().err.splitlines()] == [
+        (f"nodes: {tmp_path}/traj/{name}", "is no JSON object; left out") for name in "abc"
+    ]
+
+
 @pytest.mark.parametrize(("args", "says"), [("", "got 0 argument"), ("l p 1 --nodes x", "--nodes 'x'"), ("l p 1 --fast", "unknown option '--fast'")])
 def test_a_wrong_call_is_refused_before_anything_is_submitted(args, says):
     r = subprocess.run(["bash", "slurm/run.sh", *args.split()], cwd=REPO, capture_output=True, text=True, timeout=30)

@@ -132,7 +132,8 @@ def test_energy_on_macos_is_refused_in_a_sentence(place, monkeypatch):
 def test_dry_run_writes_the_commands_and_starts_nothing(place):
     place.bench |= {"agent_host": None, "tasks": ["a"], "attempts": 3, "max_output_tokens": 77}
     code, out, err = place.run("--dry-run", "--task", "b", "--task", "c-*")
-    assert (code, out, err) == (0, f"Results: {place.out}\n", "")
+    assert (code, out) == (0, f"Results: {place.out}\n")
+    assert [x.partition(" = ")[0] for x in err.splitlines()] == [f"run.sh: a run would fail: [server] {k}" for k in ("worker_bin", "tokenizer_path")]
     assert sorted(p.name for p in place.out.iterdir()) == ["agent.yaml", "compose.yaml", "run.json", "source.diff"]
     assert place.docker_log() == [["context", "show"]]
     run = place.json("run.json")
@@ -171,12 +172,18 @@ def test_affinity_is_a_header_of_every_call(place):
 
 
 def test_the_run_script_finds_its_environment_or_says_how_to_make_it(place):
-    command = ["bash", str(FOLDER / "run.sh"), "--config", str(place.config()), "--dry-run", "--output", str(place.out)]
-    r = subprocess.run(command, env=place.env, capture_output=True, text=True, timeout=60)
+    def run(*more):
+        return subprocess.run(["bash", str(FOLDER / "run.sh"), *more], env=place.env, capture_output=True, text=True, timeout=60)
+
+    config = ["--config", str(place.config()), "--output", str(place.out)]
+    r = run(*config)
     assert r.returncode == 2 and "setup.sh" in r.stderr
+    assert run("--help").returncode == 0
+    (place.tmp / "cache/terminal-bench/venv/bin/harbor").rename(place.tmp / "harbor")
+    r = run(*config, "--dry-run")  # what is resolved needs no environment
+    assert r.returncode == 0 and r.stderr.splitlines()[-1].endswith("harbor: no such file; run setup.sh")
     (place.tmp / "cache/terminal-bench/venv/bin/python").symlink_to(sys.executable)
-    r = subprocess.run(command, env=place.env, capture_output=True, text=True, timeout=60)
-    assert (r.returncode, r.stderr) == (0, "")
+    assert run("--help").returncode == 0
 
 
 # --- a run

@@ -6,10 +6,11 @@
 
 The run owns its server: it proves that the port is free, starts the server, waits until it is healthy, lets a container ask it for one
 completion, runs Harbor, and ends both, whatever happens. Every key of the TOML file is explained in ../configs/terminal-bench.example.toml,
-every file of the results in README.md. `--dry-run` writes what would be run (run.json, agent.yaml, source.diff) and starts nothing.
+every file of the results in README.md. `--dry-run` writes what would be run (run.json, agent.yaml, compose.yaml, source.diff), says which of
+its files are missing, and starts nothing.
 
-Exit codes: 0 the run is complete (a reward of 0 is a result, not an error), 1 anything that went wrong, 2 bad arguments or platform,
-130 interrupted (Ctrl-C, SIGTERM).
+Exit codes: 0 the run is complete (a reward of 0 is a result, not an error), 1 anything that went wrong, a mistake in the TOML file included,
+2 bad arguments on the command line, another platform, or no environment (setup.sh), 130 interrupted (Ctrl-C, SIGTERM).
 """
 
 import argparse
@@ -296,6 +297,15 @@ def needs_gateway(host):
     return host == "host.docker.internal" and sys.platform == "linux"
 
 
+def missing_files(server):
+    """What the server's command needs and this machine lacks, in words."""
+    keys = {k: server[k] for k in (*SERVER_PATHS, *SERVER_MAYBE_PATHS) if k in server and os.path.isabs(server[k])}
+    if "command" in server:
+        keys = {"command": server["command"][0], **{k: v for k, v in keys.items() if k == "model_path"}}
+    found = [f"[server] {k} = {v}: no such file" for k, v in keys.items() if not (os.path.exists(v) or k == "command" and shutil.which(v))]
+    return found + ([] if harbor_bin().exists() else [f"{harbor_bin()}: no such file; run setup.sh"])
+
+
 def compose_overlay(out, host):
     main = {"labels": {LABEL: str(out)}}
     if needs_gateway(host):
@@ -374,8 +384,11 @@ def sampler_argv(energy, out):
 
 def write_json(path, obj):
     tmp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    tmp.write_text(json.dumps(obj, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    os.replace(tmp, path)
+    try:
+        tmp.write_text(json.dumps(obj, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        os.replace(tmp, path)
+    finally:
+        tmp.unlink(missing_ok=True)
 
 
 def git(*args):
@@ -913,13 +926,17 @@ class Run:
         self.run_harbor()
 
     def measure(self):
-        run_dir = Path(os.environ.get("TRAJOULE_RUN_DIR") or ROOT / ".cache" / "run")
-        run_dir.mkdir(parents=True, exist_ok=True)
-        self.lock = open(run_dir / "measuring.lock", "w")  # noqa: SIM115 - held until the run ends
+        folder = os.environ.get("TRAJOULE_LOCK_DIR") or os.environ.get("TRAJOULE_RUN_DIR") or "/tmp"  # as measuring_lock of common.sh
+        path = Path(folder, "trajoule-measuring.lock")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            path.touch()
+            path.chmod(0o666)
+        self.lock = open(path)  # noqa: SIM115 - held until the run ends; read only: the file may be another user's
         try:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise RuntimeError(f"something else is measuring on this machine (it holds {run_dir / 'measuring.lock'}): wait for it, or stop it") from None
+            raise RuntimeError(f"something else is measuring on this machine (it holds {path}): wait for it, or stop it") from None
         sampler = self.start("sampler", self.record["sampler"], 15)
         samples = self.out / "samples.csv"
         self.wait_for(lambda: samples.exists() and samples.read_bytes()[:8192].count(b"\n") >= 2, sampler, 30, "the sampler gave no row")
@@ -1123,6 +1140,8 @@ def main(argv=None):
         run.prepare()
         print(f"Results: {out}", flush=True)
         if args.dry_run:
+            for line in missing_files(config["server"]):
+                print(f"run.sh: a run would fail: {line}", file=sys.stderr)
             return 0
         try:
             run.go()

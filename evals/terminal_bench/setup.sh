@@ -51,7 +51,7 @@ if command -v docker >/dev/null && ! docker compose version >/dev/null 2>&1; the
 		mkdir -p "${DOCKER_CONFIG:-$HOME/.docker}/cli-plugins"
 		ln -sfn "$(brew --prefix)/opt/docker-compose/bin/docker-compose" "${DOCKER_CONFIG:-$HOME/.docker}/cli-plugins/docker-compose"
 	fi
-	docker compose version >/dev/null 2>&1 || die "the plugin \`docker compose\` is missing: install it (Debian, Ubuntu: docker-compose-v2 or docker-compose-plugin)" 2
+	docker compose version >/dev/null 2>&1 || die "the plugin \`docker compose\` is missing: install it (Ubuntu: docker-compose-v2; Debian 13: docker-compose; Debian 12 and others: docker-compose-plugin of Docker's own packages, https://docs.docker.com/engine/install)" 2
 fi
 
 uv=$(command -v uv || true)

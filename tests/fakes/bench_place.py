@@ -10,6 +10,8 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parent.parent.parent
 FOLDER = REPO / "evals" / "terminal_bench"
 sys.path.insert(0, str(FOLDER))
+sys.path.insert(0, str(REPO))
+from tests.fakes.processes import mentioning  # noqa: E402
 
 
 def toml(value):
@@ -64,17 +66,7 @@ class Place:
 
     def left(self):
         """Command lines of processes that belong to this place and live."""
-        found = []
-        for p in Path("/proc").iterdir():
-            if p.name.isdigit() and int(p.name) != os.getpid():
-                try:
-                    line = (p / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                    state = (p / "stat").read_text().rpartition(")")[2].split()[0]
-                except OSError:
-                    continue
-                if state != "Z" and (str(self.tmp) in line or f"--port={self.port}" in line):
-                    found.append(line)
-        return found
+        return mentioning(str(self.tmp), f"--port={self.port}")
 
     def json(self, name):
         return json.loads((self.out / name).read_text())
