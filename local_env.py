@@ -101,7 +101,11 @@ USER_MODE_LIMITS = "unprivileged user namespace: only root, the machine's own fi
 # (called $name too) and tells its path in a line only once this listens.
 SUPERVISOR = r"""
 name=$1 scratch=$2; shift 2
-trap '[ -z "$scratch" ] || rm -rf --one-file-system -- "$scratch"' EXIT
+clean() {  # what was killed may still finish the system call it is in, and make a directory behind rm's back
+  for _ in {1..100}; do rm -rf --one-file-system -- "$scratch" && return; sleep 0.1; done 2>/dev/null
+  rm -rf --one-file-system -- "$scratch"
+}
+trap '[ -z "$scratch" ] || clean' EXIT
 [ -z "$scratch" ] || mkdir -p -- "$scratch" || exit 1
 IFS= read -r cgroup <&3 || { find /sys/fs/cgroup -depth -type d -name "$name" -exec rmdir {} + 2>/dev/null; exit 1; }
 setpriv --pdeathsig KILL -- bash -c '[ -z "$0" ] || echo $$ >"$0/cgroup.procs"; exec "$@"' "$cgroup" "$@" 3<&- &
